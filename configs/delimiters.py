@@ -22,7 +22,8 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.checkpoints = (1, 2, 4, 8, 12)  # texts after which the scores are compared with the final ones
     config.shown = 20  # delimiters in a printed table
     config.control = {  # Figure 3 d: the same method with the order of the delimiters reversed
-        "method": {"name": "dynsplit", "budget": 128}, "tasks": ("needle", "passkey", "perplexity"), "lengths": (1024,),
+        "method": {"name": "dynsplit", "budget": 128, "importance": "table"},
+        "tasks": ("needle", "passkey", "perplexity"), "lengths": (1024,),
         "samples": 32, "batch": 8, "continuations": 8, "perplexity_tokens": 64,
     }
     if preset == "smoke":

@@ -15,8 +15,9 @@
     smoke      finishes within a minute
 
 No-cluster is exact top-k of single tokens. Static is PQCache's update and local is ClusterKV's, as options of the same
-method. Tables 2 and 5 come from `configs/shift.py`, Figures 12 and 13 from `configs/layouts.py`, hit rates on real text
-from `configs/residency.py`, and the memory of offloaded layers (space virtualisation) from `scripts/bench_parking.py`.
+method. Tables 2 and 5 come from `configs/shift.py:clusters`, Figures 12 and 13 from `configs/layouts.py`, hit rates on
+real text from `configs/residency.py`, and the memory of offloaded layers (space virtualisation) from
+`scripts/bench_parking.py`.
 """
 
 import ml_collections
@@ -31,8 +32,9 @@ _RIVALS = (
 _CONTEXT = 16384
 # Share of DynaKV's budget at which each rival has its quality. After decoding eight times the prompt, recall@16 of the
 # true top keys is .480 for DynaKV with 128 tokens, .476 and .505 for local update with 144 and 160, and .483 for static
-# with 512 (configs/shift.py with --config.method.budget=). No cluster reaches that recall with .26 times the tokens
-# (.499 with 34), DynaKV's recall of as many keys as DynaKV attends with .53 times, its attention mass with .41 times.
+# with 512 (configs/shift.py:clusters with --config.method.budget=). No cluster reaches that recall with .26 times the
+# tokens (.499 with 34), DynaKV's recall of as many keys as DynaKV attends with .53 times, its attention mass with .41
+# times.
 _AS_GOOD = (("static", "equal recall", 4.0), ("local", "equal recall", 1.15), ("no cluster", "equal recall", 0.26),
             ("no cluster", "equal recall of 108", 0.53), ("no cluster", "equal mass", 0.41))
 _TOKEN_ORDER, _CLUSTERED = (

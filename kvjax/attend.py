@@ -124,8 +124,8 @@ def prefill_cache(
       value: values [B, T, K, D].
       length: tokens of each prompt [B], at most T and the capacity. Under `jax.jit` lengths cannot be checked, and
         tokens beyond these limits are lost.
-      query: rotated queries [B, T, H, D], for methods that use the prompt's queries (`Method.observation`): InfLLM
-        requires them, and InfiniGen uses the keys alone without them.
+      query: rotated queries [B, T, H, D], for methods that use the prompt's queries (`Method.observed`): InfLLM
+        and DynSplit-KV require them, and InfiniGen uses the keys alone without them.
       token: token ids [B, T], which DynSplit-KV and SentenceKV require.
 
     Returns:
@@ -183,7 +183,7 @@ def _prefilled(cache: AttentionCache, key, value, length, query, token) -> Atten
     dtype = cache.layer.pool.dtype
     state = empty_state(cache.plan, key.shape[0], dtype)
     if query is not None:
-        query = last_queries(query, length, cache.plan.method.observation)
+        query = last_queries(query, length, cache.plan.method.observed)
     filled = fill_memory(cache.plan, state, Prompts(key, value, length, token, query), dtype)
     return dataclasses.replace(cache, layer=filled, length=length)
 

@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--repeats", type=int, default=30)
     options = parser.parse_args()
-    method = DynSplit(budget=options.tokens // 10, table=TABLE)
+    method = DynSplit(budget=options.tokens // 10, table=TABLE, importance="table")
     spec = method.spec(kv_heads=HEADS, group=GROUP, head_dim=SIZE, capacity=options.tokens + 1024)
     layer, key, value, q = made_up((method, spec), options.tokens)
     report_selection(spec, layer, key, value, q, functools.partial(seconds, repeats=options.repeats))

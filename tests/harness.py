@@ -162,7 +162,7 @@ def _token(plan, cache, q, k, v, token, at, active, line):
 @functools.partial(jax.jit, static_argnums=(0, 6))
 def _fill(plan, k, v, length, token, q, dtype):
     """The state, each token's place and the prompts: one program, whatever keeps the blocks."""
-    prompts = Prompts(k, v, length, token, last_queries(q, length, plan.method.observation))
+    prompts = Prompts(k, v, length, token, last_queries(q, length, plan.method.observed))
     return *fill_state(plan, empty_state(plan, k.shape[0], dtype), prompts), prompts
 
 

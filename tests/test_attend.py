@@ -1,5 +1,6 @@
 """`kvjax.attend` inside a transformer block that knows nothing of kvjax."""
 
+import dataclasses
 import functools
 
 import harness
@@ -236,7 +237,8 @@ def test_queries_in_sixteen_bits():
 
 def test_a_method_that_ends_blocks_at_delimiters_asks_for_token_ids():
     """And cuts by them, prompt and decoded tokens alike."""
-    method, rng = harness.METHODS["dynsplit"], np.random.default_rng(0)
+    method = dataclasses.replace(harness.METHODS["dynsplit"], importance="table")
+    rng = np.random.default_rng(0)
     empty = kvjax.init_cache(method, batch=1, kv_heads=KV_HEADS, group=GROUP, head_dim=SIZE, capacity=CAPACITY)
     key = jnp.asarray(rng.normal(size=(1, 40, KV_HEADS, SIZE)), jnp.float32)
     ids = [*Delimiters.load(harness.DELIMITERS).tokens, 60, 61, 62]

@@ -95,8 +95,7 @@ def check(config: ml_collections.ConfigDict) -> None:
     common.check_some(config, "tasks", "methods")
     common.check_counts(config, lengths=1, samples=1, batch=1, continuations=1, perplexity_tokens=1, seed=0)
     common.check_names(config, "tasks", TASKS)
-    for settings in config.methods:
-        common.make_method(settings, _EXTRAS)
+    common.make_methods(config.methods, _EXTRAS)
 
 
 def prompts(
@@ -127,7 +126,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Evaluates every task, length and method; logs one line each."""
     check(config)
     methods = common.by_label(config.methods)
-    budgets = {label: common.make_method(settings, _EXTRAS).budget for label, settings in methods.items()}
+    budgets = {label: method.budget for label, method in common.make_methods(config.methods, _EXTRAS).items()}
     llm = common.load_model(config.model)
     stream = common.held_out_tokens(llm)
     check_fit(llm, stream, config)

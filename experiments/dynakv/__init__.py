@@ -1,1 +1,1 @@
-"""Experiments of DynaKV: distribution shift, layouts on flash, adaptive prefill."""
+"""Experiments of DynaKV: layouts on flash, adaptive prefill."""

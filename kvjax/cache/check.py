@@ -84,7 +84,7 @@ def _check_class(method: Method) -> None:
 def _context(method: Method, spec: Spec) -> Context:
     """Returns the shapes of a prompt that is as long as the cache may grow."""
     tokens = spec.capacity
-    asked = tokens if method.observation is None else min(method.observation, tokens)
+    asked = tokens if method.observed is None else min(method.observed, tokens)
 
     def made():
         positions = jnp.zeros(tokens, jnp.int32)
@@ -162,7 +162,7 @@ def _check_run(plan: LayerPlan) -> None:
     query = jnp.asarray(rng.normal(size=(1, total, spec.kv_heads * spec.group, spec.head_dim)), jnp.float32)
     token = jnp.asarray(rng.integers(0, 50, (1, total)), jnp.int32)
     state = empty_state(plan, 1, "float32", method.weights(0))
-    asked = min(_TOKENS if method.observation is None else method.observation, _TOKENS)
+    asked = min(_TOKENS if method.observed is None else method.observed, _TOKENS)
     prompts = Prompts(key[:, :_TOKENS], value[:, :_TOKENS], jnp.asarray([_TOKENS], jnp.int32), token[:, :_TOKENS],
                       query[:, _TOKENS - asked : _TOKENS])
     cache = fill_memory(plan, state, prompts)

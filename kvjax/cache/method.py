@@ -100,6 +100,11 @@ class Method(abc.ABC):
         return self.placement == "in_order"
 
     @property
+    def observed(self) -> int | None:
+        """Last queries of a prompt that `build` makes use of, `observation` unless a setting needs none; None = all."""
+        return self.observation
+
+    @property
     def selects_together(self) -> bool:
         """Whether `select` may run for a whole batch at once on CPU: worth it where it makes few numbers of a large
         index, and right where XLA makes no sum of many terms but those of products

@@ -1,19 +1,9 @@
-"""Boundary scores (DynSplit-KV, Algorithm 1), from the attention of the tokens after a boundary.
+"""Boundary scores of whole texts over all layers (DynSplit-KV, Algorithm 1), for a table of a model's delimiters.
 
-A token i is a good boundary if the W tokens after it, F_i = i+1 .. i+W, attend the R tokens that are kept,
-O_i = i-R+1 .. i, and not those further back, D_i = 0 .. i-R:
-
-    s_i = E_{l, h, q in F_i} ( sum_{k in O_i} A_qk - alpha sum_{k in D_i} A_qk ),     -alpha <= s_i <= 1
-
-Sums over keys are differences of prefix sums of one query's attention, so a block of queries only needs its own rows of
-the attention map, and means over layers and heads can be taken first. Memory is `block` x T, whatever the number of
-layers.
-
-Choices the paper leaves open: D_i is empty for i < R, where the paper's max(0, i-R) would count token 0 twice. A
-boundary is only scored if all of F_i is in the text.
+Rule and formula are in `kvjax.methods.shared.importance`. Means over layers are taken with those over heads, so memory
+is `block` x T, whatever the number of layers.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -21,31 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.errors import PromptError
+from kvjax.methods.shared.importance import PAPER_RULE, Importance, gain_of
 from kvjax.models.config import ModelConfig
 from kvjax.models.transformer import Block, Transformer
 from kvjax.ops.attention import soft_capped, softmax
 from kvjax.typing import Array, Float, Int32, PyTree
 
 
-@dataclasses.dataclass(frozen=True)
-class Importance:
-    """Settings of Algorithm 1.
-
-    Attributes:
-      future: W, tokens after a boundary whose attention counts.
-      overlap: R, tokens up to the boundary that count as kept.
-      alpha: penalty of attention to tokens further back.
-      block: queries whose attention is in memory at a time.
-    """
-
-    future: int = 8
-    overlap: int = 128
-    alpha: float = 1.0
-    block: int = 128
-
-
 def boundary_scores(
-    config: ModelConfig, params: PyTree, tokens: np.ndarray, rule: Importance = Importance()
+    config: ModelConfig, params: PyTree, tokens: np.ndarray, rule: Importance = PAPER_RULE
 ) -> np.ndarray:
     """Returns the score s_i of every token i < T - W of a text.
 
@@ -136,24 +110,3 @@ def attention_rows(
         seen &= position > at[:, None] - sliding
     sink_logits = None if sink_logits is None else jnp.broadcast_to(sink_logits[..., None], scores.shape[:-1])
     return softmax(jnp.where(seen, soft_capped(scores, cap), -jnp.inf), sink_logits)
-
-
-def gain_of(weight: Float[Array, "C T"], at: Int32[Array, "C"], rule: Importance) -> Float[Array, "C W"]:
-    """Returns the contribution of each query to the scores of the W tokens before it (lines 6 to 8).
-
-    The attention of a query sums to one, so its last W + R weights determine the rest, which goes to keys further back.
-
-    Args:
-      weight: [C, T], attention weights, mean over heads.
-      at: int32[C], positions of the queries.
-      rule: settings of Algorithm 1.
-
-    Returns:
-      [C, W]; entry [c, j] is for the token j + 1 before query c.
-    """
-    # The query itself, then the keys before it.
-    back = at[:, None] - jnp.arange(rule.future + rule.overlap, dtype=jnp.int32)
-    near = jnp.where(back >= 0, jnp.take_along_axis(weight, jnp.maximum(back, 0), axis=-1), 0.0)
-    mass = jnp.pad(jnp.cumsum(near, axis=-1), ((0, 0), (1, 0)))  # mass[c, n]: attention to the last n keys
-    later, kept = mass[:, 1 : 1 + rule.future], mass[:, 1 + rule.overlap :]
-    return (kept - later) - rule.alpha * (1.0 - kept)

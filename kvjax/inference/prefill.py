@@ -262,7 +262,7 @@ def _sample_queries(plan: Plan, i: int, branch, params, x, length):
 
 def _last_queries(plan: Plan, i: int, params, x, length):
     """Returns queries [B, Q, H, D] of each prompt's last tokens; None if the layer's method does not ask for them."""
-    wanted = 0 if plan.layers[i].follows else plan.layers[i].method.observation
+    wanted = 0 if plan.layers[i].follows else plan.layers[i].method.observed
     count = x.shape[1] if wanted is None else min(wanted, x.shape[1])
     back = jnp.arange(count, dtype=jnp.int32)[None, ::-1]
     return _queries_at(plan.config.layers[i], params[f"layers_{i}"], x, length, back) if count else None

@@ -58,10 +58,11 @@ class SentenceKV(DynSplit):
     keep: float | None = 2.0
 
     def __post_init__(self):
+        if self.splitting != "sentence":
+            raise ConfigError(f"splitting={self.splitting!r} of sentencekv must be 'sentence' (dynsplit has others)")
         super().__post_init__()
-        if self.splitting != "sentence" or (self.keep is not None and not 1 <= self.keep < math.inf):
-            raise ConfigError(f"splitting={self.splitting!r} of sentencekv must be 'sentence' (dynsplit has others), "
-                              f"and keep={self.keep} must be finite and at least 1, or None to keep all tokens")
+        if self.keep is not None and not 1 <= self.keep < math.inf:
+            raise ConfigError(f"keep={self.keep} of sentencekv must be finite and at least 1, or None to keep all")
         if self.keep is not None and self.observation == 0:
             raise ConfigError("sentencekv keeps the tokens that a prompt's last queries attend, and observation=0 "
                               "observes no query; raise it, or keep all tokens with keep=None")
@@ -74,6 +75,11 @@ class SentenceKV(DynSplit):
     def evicts(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
         """Whether tokens of the prompt are dropped."""
         return self.keep is not None
+
+    @property
+    def observed(self) -> int | None:
+        """Queries by which the tokens to keep are chosen, if not all are kept."""
+        return 0 if self.keep is None else self.observation
 
     @property
     def whole_prompts(self) -> bool:  # type: ignore[override]

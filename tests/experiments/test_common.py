@@ -73,12 +73,14 @@ PRESETS = (
     "leaderboard:ruler", "leaderboard:recall", "throughput", "throughput:smoke", "throughput:quick", "dynsplit_paper",
     *(f"dynakv_paper:{name}" for name in ("accuracy", "bits", "latency", "length", "decode", "share", "precision",
                                           "ratio", "buffer", "smoke")),
-    *(f"dynsplit_paper:{name}" for name in ("tenth", "passkey", "latency", "outputs", "memory", "reuse", "smoke")),
+    *(f"dynsplit_paper:{name}" for name in ("weights", "sweep", "uncapped", "tenth", "passkey", "passkey_8k", "latency",
+                                           "outputs", "memory", "reuse", "smoke")),
     *(f"kvswap_paper:{name}" for name in ("budget", "accuracy", "depths", "reasoning", "rolling", "entries", "sizes",
                                           "throughput", "batches", "heads", "models", "best", "groups", "selected",
                                           "rates", "breakdown", "pretrained", "gains", "reuse", "smoke")),
     "decoding", "decoding:smoke", "leaderboard:long", *(f"leaderboard:real{part}" for part in (
-        "", "_ruler", "_qa", "_long", "_files", "_decoded")), "tune", "tune:smoke",
+        "", "_ruler", "_qa", "_long", "_files", "_decoded")), "tune", "tune:smoke", "shift", "shift:clusters",
+    "shift:large", "shift:smoke",
 )
 
 

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from experiments.board import pictures as of_boards
-from experiments.dynakv import adaptive_prefill, shift_plots
+from experiments.dynakv import adaptive_prefill
 from experiments.dynsplit import delimiters
 from experiments.icecache import paper
 from experiments.kvswap import residency, reuse, tune
 from experiments.rle import overhead, savings
+from experiments.shift import pictures as of_shift
 from experiments.speed import pictures as of_speed
 from experiments.training import train_lm, train_svd
 from kvjax.eval.intervals import wilson
@@ -183,6 +184,6 @@ def test_adapters_have_a_column_for_each_pair_of_texts():
 def test_shift_is_the_mean_over_kinds_of_text_with_its_interval():
     rows = [{"method": "adaptive", "decoded": decoded, "recall": 0.5 + shift, "divergence": 0.2}
             for decoded in (0, 64, 128) for shift in (-0.1, 0.1)]
-    recall, *_ = shift_plots._curves(rows).axes
+    recall, *_ = of_shift._curves(rows).axes
     np.testing.assert_allclose(points(recall, "adaptive"), [[0, 0.5], [64, 0.5], [128, 0.5]])
     assert len(recall.collections) == 1

@@ -65,7 +65,7 @@ def _as_driven(method):
         "attends_all": method.attends_all, "adaptive": method.adaptive, "due": _due_together(plan_of(method)),
         "keeps_keys": method.keeps_keys, "observes": method.observes, "samples": method.samples,
         "evicts": method.evicts, "head_shared": method.head_shared,
-        "places_alike": method.places_alike, "in_order": method.in_order, "observation": method.observation != 0,
+        "places_alike": method.places_alike, "in_order": method.in_order, "observation": method.observed != 0,
         "weights": bool(jax.tree.leaves(method.weights(0))), "blocks": plan_of(method).spec.selected_rows > 0,
     }.items()
 

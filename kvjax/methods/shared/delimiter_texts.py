@@ -8,6 +8,9 @@ _LINE_BREAKS = "\r\n"
 _INDENTATION = " \t"
 _SENTENCE_ENDS = frozenset(".!?。")  # and characters that normalise to them: full-width forms, the ellipsis
 
+PAPER_MARKS = frozenset((".", "!", "?", "...", ";", ":", ",", "'", '"', "(", ")", "[", "]"))
+"""The 13 candidates of DynSplit-KV, Table 7."""
+
 
 def is_delimiter(text: str) -> bool:
     """Returns whether a text has punctuation (Unicode category P) or line breaks, and else only indentation."""

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 
@@ -56,6 +56,18 @@ class Delimiters:
         weights[[token for token, text in zip(self.tokens, self.texts, strict=True) if ends_sentence(text)]] = 1.0
         return weights
 
+    def among(self, texts: Collection[str]) -> "Delimiters":
+        """Returns the table of the delimiters that have one of these texts; raises ConfigError if none has."""
+        kept = [row for row in self._rows() if row[1] in texts]
+        if not kept:
+            raise ConfigError(f"none of the {len(self.tokens)} delimiters is one of {' '.join(sorted(texts))}; use "
+                              "candidates='all', or make the table with this model's tokenizer (configs/delimiters.py)")
+        return Delimiters(self.fingerprint, self.vocab_size, *zip(*kept, strict=True))
+
+    def _rows(self) -> Iterator[tuple[int, str, float, int]]:
+        """Returns token, text, score and count of each delimiter."""
+        return zip(self.tokens, self.texts, self.scores, self.counts, strict=True)
+
     def reversed(self) -> "Delimiters":
         """Returns the table with scores in reversed order: the best delimiter gets the worst score (Figure 3 d)."""
         order = np.argsort(self.scores, kind="stable")
@@ -75,8 +87,7 @@ class Delimiters:
         Raises:
           WriteFailed: writing fails.
         """
-        columns = zip(self.tokens, self.texts, self.scores, self.counts, strict=True)
-        rows = ",\n".join(json.dumps(row) for row in columns)
+        rows = ",\n".join(json.dumps(row) for row in self._rows())
         head = json.dumps({"fingerprint": self.fingerprint, "vocab_size": self.vocab_size})
         try:
             with _files.replacing(pathlib.Path(path)) as fresh:

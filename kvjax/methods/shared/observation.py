@@ -32,6 +32,21 @@ def observation_scores(spec: Spec, context: Context) -> Float[Array, "K G T"]:
     Raises:
       ConfigError: the queries are not known.
     """
+    def add(total, queries):
+        return total + jnp.sum(query_weights(spec, context, *queries), axis=2), None
+
+    parts = queries_in_parts(context)
+    nothing = jnp.zeros((*parts[0].shape[1:3], context.pos.shape[0]), jnp.float32)
+    return jax.lax.scan(add, nothing, parts)[0]
+
+
+def queries_in_parts(context: Context) -> tuple[Float[Array, "P K G C D"], Int32[Array, "P C"]]:
+    """Returns a prompt's last queries and their positions in parts, oldest first, which bounds the memory of their
+    attention; the last part is filled up with queries at position -1.
+
+    Raises:
+      ConfigError: the queries are not known.
+    """
     count = context.query_pos.shape[0]
     if not count:
         raise ConfigError("the method needs the prompt's last queries, and got none; set its `observation`, and pass "
@@ -39,25 +54,25 @@ def observation_scores(spec: Spec, context: Context) -> Float[Array, "K G T"]:
     short = -count % _TOGETHER
     q = jnp.pad(context.query, ((0, 0), (0, 0), (0, short), (0, 0)))
     pos = jnp.pad(context.query_pos, (0, short), constant_values=-1)
-    heads, group = q.shape[:2]
-    q = einops.rearrange(q, "k g (parts q) d -> parts k g q d", q=_TOGETHER)
-
-    def add(total, queries):
-        return total + _weights(spec, context, *queries), None
-
-    nothing = jnp.zeros((heads, group, context.pos.shape[0]), jnp.float32)
-    return jax.lax.scan(add, nothing, (q, pos.reshape(-1, _TOGETHER)))[0]
+    return einops.rearrange(q, "k g (parts q) d -> parts k g q d", q=_TOGETHER), pos.reshape(-1, _TOGETHER)
 
 
-def _weights(
-    spec: Spec, context: Context, q: Float[Array, "K G Q D"], pos: Int32[Array, "Q"]
-) -> Float[Array, "K G T"]:
-    """Returns the attention weights of a few queries, summed over them; queries at position -1 have none."""
+def query_weights(
+    spec: Spec, context: Context, q: Float[Array, "K G C D"], pos: Int32[Array, "C"]
+) -> Float[Array, "K G C T"]:
+    """Returns the attention weights of a few queries; those at position -1 have none.
+
+    Args:
+      spec: sizes of the layer.
+      context: the prompt.
+      q: [K, G, C, D], rotated queries.
+      pos: int32[C], their positions.
+    """
     scores = jnp.einsum("kgqd,ktd->kgqt", q, context.key.astype(q.dtype), preferred_element_type=jnp.float32)
     seen = (context.pos <= pos[:, None]) & spec.seen(context.pos, pos[:, None])
     scores = soft_capped(scores * q.shape[-1] ** -0.5, spec.soft_cap)
     weight = jax.nn.softmax(jnp.where(seen, scores, NEGATIVE))
-    return jnp.sum(jnp.where(seen, weight, 0.0), axis=2)
+    return jnp.where(seen, weight, 0.0)
 
 
 def stays(spec: Spec, context: Context) -> Bool[Array, "T"]:

@@ -8,8 +8,8 @@ s_e + Delta that has the best score
 where w_e is the delimiter's weight and p_e its closeness to the ideal end; the next block begins after it. The end of a
 block only depends on the tokens up to s_e + Delta, so blocks of a growing sequence never change once these are known.
 
-Choices the paper leaves open: p_e falls linearly; among equal scores the earlier end is taken; a block without a
-delimiter in reach ends at s_e.
+Choices the paper leaves open: the form of p_e (`Split.closeness`; the one above is "linear"); among equal scores the
+earlier end is taken; a block without a delimiter in reach ends at s_e.
 """
 
 import dataclasses
@@ -19,6 +19,12 @@ import jax.numpy as jnp
 
 from kvjax.methods.shared.delimiters import NO_DELIMITER
 from kvjax.typing import Array, Float, Int32
+
+CLOSENESS = {  # p_e, of the distance |e - s_e| and the largest distance
+    "linear": lambda distance, reach: 1.0 - distance / reach,
+    "quadratic": lambda distance, reach: 1.0 - (distance / reach) ** 2,
+    "inverse": lambda distance, reach: 1.0 / (1.0 + distance),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +36,7 @@ class Split:
       least, most: fewest and most tokens of a block, C - Delta and C + Delta in the paper.
       alpha: share of the delimiter's weight in the score; the rest is the closeness to the ideal end.
       otherwise: tokens of a block if no delimiter is in reach.
+      closeness: form of p_e, one of CLOSENESS.
     """
 
     ideal: int
@@ -37,6 +44,7 @@ class Split:
     most: int
     alpha: float
     otherwise: int
+    closeness: str = "linear"
 
     @property
     def ends(self) -> int:
@@ -47,7 +55,7 @@ class Split:
         """Returns the tokens of a block, given the weights of the N = `ends` tokens at which it may end."""
         length = jnp.arange(self.least, self.most + 1, dtype=jnp.int32)
         reach = max(self.ideal - self.least, self.most - self.ideal, 1)
-        closeness = 1.0 - jnp.abs(length - self.ideal).astype(jnp.float32) / reach
+        closeness = CLOSENESS[self.closeness](jnp.abs(length - self.ideal).astype(jnp.float32), reach)
         delimiter = weight != NO_DELIMITER
         score = jnp.where(delimiter, self.alpha * weight + (1.0 - self.alpha) * closeness, -jnp.inf)
         best = jnp.where(jnp.any(delimiter), length[jnp.argmax(score).astype(jnp.int32)], self.otherwise)

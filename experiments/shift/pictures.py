@@ -22,13 +22,15 @@ def plot_all(rows: list[dict], path: pathlib.Path, config: ml_collections.Config
     for mode in config.modes:
         mine = [row for row in rows if row["task"].startswith(mode)]
         plots.save(_curves(mine), path / f"shift_{mode}.png")
-        clustered = [name for name in config.strategies if name != "no_cluster"]
-        if not clustered:
+        plots.save(_kinds(mine, config.kinds), path / f"kinds_{mode}.png")
+        stored = {name: _windows(path / "windows", f"{mode}_{name}_{config.pca.kind}") for name in config.strategies}
+        stored = {name: windows for name, windows in stored.items() if windows}
+        if not stored:
             continue
-        stored = {name: _windows(path / "windows", f"{mode}_{name}") for name in clustered}
         plots.save(_clusters(stored), path / f"clusters_{mode}.png")
-        pairs = _co_retrieval(next(iter(stored.values())), config.kinds)
-        plots.save(pairs, path / f"co_retrieval_{mode}.png")
+        first = next(iter(stored))
+        last = {kind: _windows(path / "windows", f"{mode}_{first}_{kind}")[-1][1]["pairs"] for kind in config.kinds}
+        plots.save(_co_retrieval(last), path / f"co_retrieval_{mode}.png")
 
 
 def _windows(directory: pathlib.Path, name: str) -> list[tuple[int, dict]]:
@@ -38,15 +40,27 @@ def _windows(directory: pathlib.Path, name: str) -> list[tuple[int, dict]]:
 
 
 def _curves(rows: list[dict]) -> Figure:
-    """Plots each figure over the decoded tokens, one line per strategy: means over the kinds of text, with Student's
-    interval if there are several."""
-    figure, panels = plots.panels(len(CURVES), columns=4, size=(3.5, 2.9))
+    """Plots each figure over the decoded tokens, one line per strategy: means over all texts, with Student's interval
+    if there are several."""
+    shown = [(name, title) for name, title in CURVES if any(name in row for row in rows)]
+    figure, panels = plots.panels(len(shown), columns=4, size=(3.5, 2.9))
     looks = plots.styles(row["method"] for row in rows)
-    for axes, (name, title) in zip(panels, CURVES, strict=True):
+    for axes, (name, title) in zip(panels, shown, strict=True):
         if name in ("largest_cluster", "divergence"):
             plots.logarithmic(axes)
         plots.curves(axes, rows, "decoded", name, looks=looks)
         axes.set(title=title, xlabel="decoded tokens")
+    return figure
+
+
+def _kinds(rows: list[dict], kinds) -> Figure:
+    """Plots the recall over the decoded tokens, a panel for each kind of text."""
+    figure, panels = plots.panels(len(kinds), columns=4, size=(3.5, 2.9))
+    looks = plots.styles(row["method"] for row in rows)
+    for axes, kind in zip(panels, kinds, strict=True):
+        mine = [row for row in rows if row["task"].endswith(f"/{kind}")]
+        plots.curves(axes, mine, "decoded", "recall", looks=looks)
+        axes.set(title=kind, xlabel="decoded tokens", ylabel="recall of the true top-k")
     return figure
 
 
@@ -74,11 +88,11 @@ def _clusters(stored: dict[str, list[tuple[int, dict]]]) -> Figure:
     return figure
 
 
-def _co_retrieval(windows: list[tuple[int, dict]], kinds) -> Figure:
-    """Plots Figure 7: P(ij) of the clusters that the last window retrieved, most frequent first, one panel per kind."""
-    figure = Figure(figsize=(4 * len(kinds), 4), layout="constrained")
-    for panel, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
-        pairs = windows[-1][1][f"pairs_{kind}"]
+def _co_retrieval(last: dict[str, np.ndarray]) -> Figure:
+    """Plots Figure 7: P(ij) of the clusters that the last window retrieved, most frequent first, one panel per kind of
+    text."""
+    figure = Figure(figsize=(4 * len(last), 4), layout="constrained")
+    for panel, (kind, pairs) in zip(figure.subplots(1, len(last), squeeze=False)[0], last.items(), strict=True):
         order = np.argsort(-pairs.sum(0), kind="stable")[: max(2, int((pairs.sum(0) > 0).sum()))]
         shown = pairs[np.ix_(order, order)]
         image = panel.imshow(shown, norm=LogNorm(vmin=max(shown[shown > 0].min(initial=1.0), 1e-6)), cmap="viridis")

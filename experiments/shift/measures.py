@@ -1,18 +1,20 @@
 """Measures of a recorded window: selection, clusters, and the loss against dense attention."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from experiments.dynakv.shift_decoding import Decoding, Window, in_token_order
+from experiments.shift.decoding import Decoding, Window, in_token_order
 from kvjax.cache.layer import LayerPlan
 from kvjax.eval import metrics
+from kvjax.inference import prefill
+from kvjax.inference.blocks import unembed
 from kvjax.inference.plan import Plan, State
 from kvjax.methods.clusters.index import statistics
-from kvjax.models.transformer import Transformer
 
 HORIZONS = (1, 2, 4, 8, 16)  # steps t of Table 2
 
@@ -128,34 +130,46 @@ def co_retrieval(retrieved: np.ndarray, blocks: int) -> np.ndarray:
     return pairs / max(pairs.sum(), 1.0)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _dense_logits(model_config, params, tokens, at):
-    """Returns the logits of dense causal attention at the positions `at`, one text after the other."""
-    def one(row):
-        model = Transformer(model_config)
-        return model.apply({"params": params}, row[None], jnp.arange(len(row))[None])[0, at]
+def dense_outputs(llm: kvjax.LLM, tokens: np.ndarray, starts: Sequence[int], config) -> np.ndarray:
+    """Returns the last hidden states [B, N, S, E] of dense causal attention over tokens[B, T], at the S steps of each
+    of N windows."""
+    at = config.prompt + np.asarray(starts)[:, None] + np.arange(config.steps)
+    out = None
+    for layer in prefill.read(llm.config.for_length(tokens.shape[1]), llm.params, prefill.pad(tokens)):
+        out = layer.out  # of each layer only this is kept
+    return np.asarray(out)[:, at]
 
-    return jax.lax.map(one, tokens)
 
-
-def against_dense(llm: kvjax.LLM, decoding: Decoding, windows: list[tuple[int, np.ndarray]]) -> list[list[dict]]:
+def against_dense(
+    llm: kvjax.LLM, decoding: Decoding, windows: list[tuple[int, np.ndarray]], dense: np.ndarray
+) -> list[list[dict]]:
     """Returns per window and text the negative log-likelihood against that of dense attention over the same tokens.
 
     `divergence` is KL(dense || sparse) in nats. `delta_nll` is given for teacher-forced text only: with sampled text it
     would measure the sampling. There, `text_nll` is the loss of dense attention on the text.
+
+    Args:
+      llm: the model.
+      decoding: the texts, decoded.
+      windows: start and logits [S, B, V] of each window.
+      dense: what `dense_outputs` returned for the same texts and windows.
     """
-    steps, rows = decoding.config.steps, []
-    at = np.concatenate([decoding.prompt + start + np.arange(steps) for start, _ in windows])
-    at = np.minimum(at, decoding.tokens.shape[1] - 2)
-    dense = np.asarray(_dense_logits(llm.config, llm.params, jnp.asarray(decoding.tokens), jnp.asarray(at)))
-    for i, (start, logits) in enumerate(windows):
-        ours = jax.nn.log_softmax(logits.swapaxes(0, 1))[:, : steps - 1]
-        theirs = jax.nn.log_softmax(dense[:, i * steps : (i + 1) * steps])[:, : steps - 1]
-        first = decoding.prompt + start + 1
-        target = decoding.tokens[:, first : first + steps - 1, None]
-        nll, reference = (-np.take_along_axis(np.asarray(x), target, axis=-1).mean((1, 2)) for x in (ours, theirs))
-        divergence = np.asarray(jnp.sum(jnp.exp(theirs) * (theirs - ours), axis=-1).mean(1))
-        quality = {"text_nll": reference} if decoding.mode == "free" else {"nll": nll, "delta_nll": nll - reference}
-        quality["divergence"] = divergence
-        rows.append([{key: float(x[b]) for key, x in quality.items()} for b in range(len(nll))])
-    return rows
+    config = llm.config.for_length(decoding.tokens.shape[1])
+    return [
+        [_loss(config, llm.params, decoding, start, logits[:, b], b, dense[b, i])
+         for b in range(len(decoding.tokens))]
+        for i, (start, logits) in enumerate(windows)
+    ]
+
+
+def _loss(model, params, decoding: Decoding, start: int, logits: np.ndarray, b: int, dense: np.ndarray) -> dict:
+    """Returns the figures of one window of one text; one text at a time, as a vocabulary may be large."""
+    steps = decoding.config.steps - 1
+    ours = jax.nn.log_softmax(logits[:steps])
+    theirs = jax.nn.log_softmax(unembed(model, params, dense)[:steps])
+    first = decoding.prompt + start + 1
+    target = decoding.tokens[b, first : first + steps, None]
+    nll, reference = (float(-np.take_along_axis(np.asarray(x), target, axis=-1).mean()) for x in (ours, theirs))
+    divergence = float(jnp.sum(jnp.exp(theirs) * (theirs - ours), axis=-1).mean())
+    quality = {"text_nll": reference} if decoding.mode == "free" else {"nll": nll, "delta_nll": nll - reference}
+    return {**quality, "divergence": divergence}
