@@ -23,6 +23,7 @@ from kvjax.errors import CheckpointError, ConfigError
 from kvjax.models import hf_config, tensor_file
 from kvjax.models.config import ModelConfig
 from kvjax.models.tensor_file import StoredTensor
+from kvjax.ops.weights import QuantisedMatrix, widened
 from kvjax.typing import PyTree
 
 WEIGHTS = "model.safetensors"
@@ -77,7 +78,9 @@ class Weights:
     config: ModelConfig
     tensors: Mapping[str, StoredTensor]
 
-    def read(self, dtype: DTypeLike = jnp.float32, advance: Callable[[], object] | None = None) -> PyTree:
+    def read(
+        self, dtype: DTypeLike = jnp.float32, advance: Callable[[], object] | None = None, kind: str | None = None
+    ) -> PyTree:
         """Returns the parameters of `Transformer(config)` on the device.
 
         Tensors are read one at a time, in the order of the files, so that the host holds at most one of them.
@@ -85,6 +88,8 @@ class Weights:
         Args:
           dtype: type of the parameters.
           advance: function called after each tensor.
+          kind: type of all matrices, one of `kvjax.ops.weights.KINDS`; None = `dtype`. Embedding and unembedding have
+            8 bits at least: an error in them meets every token, and other formats spare them, too.
 
         Raises:
           CheckpointError: a value is not finite in the file or as `dtype`, or a file cannot be read.
@@ -98,10 +103,16 @@ class Weights:
         for file, paths in itertools.groupby(in_order, file_of):
             with _opened(file) as opened:
                 for path in paths:
-                    params[path] = tensor_file.read(opened, self.tensors[path], dtype)
+                    params[path] = tensor_file.read(opened, self.tensors[path], dtype, self._kind(path, kind))
                     if advance is not None:
                         advance()
         return traverse_util.unflatten_dict(params, sep="/")
+
+    def _kind(self, path: str, kind: str | None) -> str | None:
+        """Returns the type in few bits of a parameter; None for one that stays as wide as it is."""
+        if kind is None or len(self.tensors[path].shape) != 2:
+            return None
+        return "int8" if path in ("embedding/embedding", "lm_head/weight") else kind
 
 
 def load(directory: hf_config.Path, config: ModelConfig, dtype: DTypeLike = jnp.float32) -> tuple[ModelConfig, PyTree]:
@@ -179,7 +190,8 @@ def save_params(
 ) -> None:
     """Writes parameters and configuration in the form that `load` and transformers read.
 
-    Holds a copy of the model in host memory meanwhile. Files in the directory are replaced once everything is written.
+    Matrices in few bits are written as the numbers that they stand for. Holds a copy of the model in host memory
+    meanwhile. Files in the directory are replaced once everything is written.
 
     Args:
       params: parameters of `Transformer(config)`.
@@ -368,7 +380,9 @@ def _warn_of_others(held: Mapping[str, list[StoredTensor]], weights: Weights) ->
                       f"configuration are not read: {names} ({len(others)} in all)", stacklevel=4)
 
 
-def _check_params(path: pathlib.Path, flat: Mapping[str, jax.Array], targets: Mapping[str, _Target]) -> None:
+def _check_params(
+    path: pathlib.Path, flat: Mapping[str, jax.Array | QuantisedMatrix], targets: Mapping[str, _Target]
+) -> None:
     expected = {path: (rows, *target.shape[1:]) for target in targets.values()
                 for path, rows in zip(target.paths, target.rows, strict=True)}
     for name in sorted(flat.keys() | expected.keys()):
@@ -402,10 +416,12 @@ def _opened(file: pathlib.Path) -> BinaryIO:
         raise CheckpointError(f"{file}: cannot be opened ({error}); download it again") from error
 
 
-def _to_tensor(path: pathlib.Path, target: _Target, flat: Mapping[str, jax.Array], dtype: str) -> np.ndarray:
+def _to_tensor(
+    path: pathlib.Path, target: _Target, flat: Mapping[str, jax.Array | QuantisedMatrix], dtype: str
+) -> np.ndarray:
     parts = []
     for name in target.paths:
-        stored = np.asarray(flat[name])
+        stored = np.asarray(widened(flat[name]))
         tensor_file.check_finite(f"{path}: parameter {name}", stored, dtype)
         # save_file ignores strides and writes the bytes from the array's address on, so they must be in C order.
         parts.append(stored.astype(jnp.dtype(dtype), order="C"))

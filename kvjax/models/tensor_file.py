@@ -13,6 +13,8 @@ from jax.typing import DTypeLike
 
 from kvjax import _files
 from kvjax.errors import CheckpointError
+from kvjax.ops import weights
+from kvjax.ops.weights import QuantisedMatrix
 
 PLAIN: dict[str, Any] = {"F32": np.float32, "BF16": jnp.bfloat16, "F16": np.float16}
 WRITABLE = ("float32", "bfloat16")
@@ -61,33 +63,50 @@ def row_bytes(dtype: str, columns: int) -> int:
     return columns // values * size
 
 
-def read(file: BinaryIO, stored: StoredTensor, dtype: DTypeLike) -> jax.Array:
-    """Returns one tensor on the device as `dtype`.
+def read(
+    file: BinaryIO, stored: StoredTensor, dtype: DTypeLike, kind: str | None = None
+) -> jax.Array | QuantisedMatrix:
+    """Returns one tensor on the device as `dtype`, or a matrix in few bits.
 
-    The host holds it once in that type, and a few rows in the stored one. On CPU it is not copied again.
+    The host holds it once in that form, and a few rows in the stored one. On CPU it is not copied again.
 
     Args:
       file: file of the tensor, opened without a buffer.
       stored: the tensor.
       dtype: type to convert it to.
+      kind: type of the codes of a matrix in few bits, one of `kvjax.ops.weights.KINDS`; None = `dtype`.
 
     Raises:
       CheckpointError: a value is not finite in the file or as `dtype`, or the file ends too early.
     """
-    what, (rows, columns) = f"{stored.file}: tensor {stored.name}", stored.rows
-    values = _aligned((rows, columns), jnp.dtype(dtype))
-    # [heads, size / 2, 2] in the file, [heads, 2, size / 2] in memory.
-    places = values.reshape(stored.heads, 2, -1, columns).swapaxes(1, 2) if stored.heads else None
-    start = 0
+    what, dtype = f"{stored.file}: tensor {stored.name}", jnp.dtype(dtype)
+    parts = [(stored.rows, dtype)] if kind is None else weights.layout(*stored.rows, kind)
+    arrays, start = [_aligned(*part) for part in parts], 0
     for piece in _pieces(file, stored, what):
         check_finite(what, piece, dtype)
-        if places is None:
-            values[start : start + len(piece)] = piece
-        else:
-            places[np.unravel_index(np.arange(start, start + len(piece)), places.shape[:3])] = piece
+        kept = (piece,) if kind is None else weights.codes_and_scale(piece.astype(np.float32), kind)
+        for array, rows in zip(arrays, kept, strict=True):
+            _put(array, rows, start, stored.heads)
         start += len(piece)
-    # Transfers are asynchronous: without waiting, several tensors would be on the host at once.
-    return jax.device_put(values.reshape(stored.shape)).block_until_ready()
+    if kind is None:
+        return _on_device(arrays[0].reshape(stored.shape))
+    codes, scale = map(_on_device, arrays)
+    return QuantisedMatrix(codes, scale, stored.rows, dtype)
+
+
+def _put(array: np.ndarray, rows: np.ndarray, start: int, heads: int) -> None:
+    """Writes rows that begin with row `start` of the file, [heads, size / 2, 2], where memory has [heads, 2, size / 2];
+    in the same order for 0 heads."""
+    if heads:
+        places = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2)
+        places[np.unravel_index(np.arange(start, start + len(rows)), places.shape[:3])] = rows
+    else:
+        array[start : start + len(rows)] = rows
+
+
+def _on_device(array: np.ndarray) -> jax.Array:
+    """Transfers are asynchronous: without waiting, several tensors would be on the host at once."""
+    return jax.device_put(array).block_until_ready()
 
 
 def are_equal(first: StoredTensor, second: StoredTensor) -> bool:

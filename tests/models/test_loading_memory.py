@@ -28,7 +28,8 @@ import json, sys
 from kvjax.models import checkpoint, hf_config
 
 def load(directory, dtype):
-    return checkpoint.load(directory, hf_config.read_config(directory), dtype)[1]
+    kind = dtype if dtype.startswith("int") else None
+    return checkpoint.find(directory, hf_config.read_config(directory)).read("float32" if kind else dtype, kind=kind)
 
 def memory(name):
     with open("/proc/self/status") as status:
@@ -56,7 +57,7 @@ def written(directory, config):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak is in /proc")
-@pytest.mark.parametrize("dtype, width", [("bfloat16", 2), ("float32", 4)])
+@pytest.mark.parametrize("dtype, width", [("bfloat16", 2), ("float32", 4), ("int8", 1), ("int4", 0.68)])
 def test_a_model_and_one_tensor_are_in_memory(tmp_path, dtype, width):
     small, *_ = written(tmp_path / "small", SMALL)
     large, size, largest = written(tmp_path / "large", LARGE)
