@@ -36,6 +36,7 @@ from kvjax.models import checkpoint, gguf, hf_config
 from kvjax.models.config import ModelConfig
 from kvjax.models.tokenizer import TextTokenizer
 from kvjax.ops import quantize
+from kvjax.ops.weights import check_kind, parameters, types_of
 from kvjax.store.interface import Branch, Store
 from kvjax.typing import PyTree
 
@@ -106,10 +107,10 @@ class LLM:
                                  "run configs/tune.py with this model")
 
     def __repr__(self) -> str:
-        config, leaves = self.config, jax.tree.leaves(self.params)
+        config, leaves = self.config, parameters(self.params)
         count, mib = sum(leaf.size for leaf in leaves), sum(leaf.nbytes for leaf in leaves) / 2**20
         return (f"LLM({config.family}, {config.num_layers} layers, {count / 1e6:,.1f} M parameters in "
-                f"{leaves[0].dtype}, {mib:,.1f} MiB)")
+                f"{types_of(self.params)}, {mib:,.1f} MiB)")
 
     def encode(self, text, start: bool) -> list[int]:
         """Encodes a text.
@@ -583,7 +584,7 @@ class LLM:
         """Digest for settings fitted to a model, such as adapters.
 
         Unlike in `fingerprint`, weights are rounded to bfloat16 first, so the model is the same whether it was loaded
-        in that type or in float32.
+        in that type or in float32. In few bits it is another one.
         """
         return self._digest([weights.astype(jnp.bfloat16) for weights in self._sampled])
 
@@ -634,35 +635,46 @@ def _least_blocks(plan: Plan, lengths: list[int]) -> int:
     return max(1, total)
 
 
-def load(path: str | os.PathLike, dtype=jnp.float32, tuning: PrefillDefaults | None = None) -> LLM:
+def load(
+    path: str | os.PathLike, dtype=jnp.float32, tuning: PrefillDefaults | None = None, *, weights: str | None = None
+) -> LLM:
     """Loads a local model, a Hugging Face directory or a GGUF file.
 
-    Tensors are read one at a time, so that the host needs the memory of the model in `dtype` and of its largest tensor.
+    Tensors are read one at a time, so that the host needs the memory of the model as it is kept and of its largest
+    tensor.
 
     Args:
       path: directory with config.json, tokenizer.json and safetensors files, or a GGUF file (`kvjax.models.gguf`).
-      dtype: type of the weights in memory: float32, bfloat16 or float16.
+      dtype: type of the weights in memory, and of hidden states: float32, bfloat16 or float16.
       tuning: result of `kvjax.calibration.tuner.load`, which chooses method, slots and type when `LLM.prefill` is given
         none; None = full attention.
+      weights: type of all matrices, "int8" (a scale per row) or "int4" (a scale per 32 weights; embedding and
+        unembedding in int8); norms and biases stay in `dtype`. None = everything in `dtype`. It is another model than
+        the one in `dtype`: `LLM.identity` differs (`kvjax.ops.weights`).
 
     Returns:
       The model with its tokenizer.
 
     Raises:
       CheckpointError: the model cannot be loaded; the message names file and tensor.
-      ConfigError: `dtype` is not one of these types, or `tuning` is not a tuning.
+      ConfigError: `dtype` or `weights` is not one of these types, `weights` is given for a mixture of experts, or
+        `tuning` is not a tuning.
       FormatMismatch: the tuning was made for another model.
     """
     kind = _float_type(dtype)
+    check_kind(weights)
     if os.path.isfile(os.path.expanduser(path)):  # False for a name that the system refuses
-        weights, tokenizer = gguf.find(path)
+        stored, tokenizer = gguf.find(path)
     else:
         config = hf_config.read_config(path)
         tokenizer = TextTokenizer.from_directory(path)
-        weights = checkpoint.find(path, config)
-    with progress.shown("loading", len(weights.parts), "tensors") as bar:
-        params = weights.read(kind, bar.update)
-    return LLM(weights.config, params, tokenizer, tuning)
+        stored = checkpoint.find(path, config)
+    if weights is not None and stored.config.experts is not None:
+        raise ConfigError(f"weights={weights!r} is for models without experts, and {path} is a mixture of experts; "
+                          "leave it out, or take dtype='bfloat16'")
+    with progress.shown("loading", len(stored.parts), "tensors") as bar:
+        params = stored.read(kind, bar.update, weights)
+    return LLM(stored.config, params, tokenizer, tuning)
 
 
 def _float_type(dtype) -> jnp.dtype:

@@ -28,6 +28,7 @@ QUESTION = flags.DEFINE_string("question", None, "a question, in place of those 
 METHOD = flags.DEFINE_enum("method", "kvswap", list(kvjax.METHODS), "method of the cache")
 BUDGET = flags.DEFINE_integer("budget", 256, "tokens attended at one step", lower_bound=1)
 DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["float32", "bfloat16"], "type of the weights, and of keys and values")
+WEIGHTS = flags.DEFINE_enum("weights", None, ["int8", "int4"], "type of the weights in few bits, in place of --dtype")
 STORE = flags.DEFINE_string("store", "~/.cache/kvjax/blocks", "directory for blocks of the cache")
 SAVE = flags.DEFINE_string("save", None, "directory to save the conversation to, or to take it up from")
 TOKENS = flags.DEFINE_integer("max_new_tokens", 256, "most tokens of an answer", lower_bound=1)
@@ -101,7 +102,7 @@ def main(_) -> None:
     try:
         with contextlib.suppress(KeyboardInterrupt):
             document = pathlib.Path(DOCUMENT.value).expanduser().read_text(encoding="utf-8", errors="replace")
-            llm = kvjax.load(MODEL.value or REFERENCE, DTYPE.value)
+            llm = kvjax.load(MODEL.value or REFERENCE, DTYPE.value, weights=WEIGHTS.value)
             print(f"[{llm}]", file=sys.stderr)
             (complete if llm.tokenizer.template is None else talk)(llm, document)
     except (KvjaxError, OSError) as error:

@@ -13,8 +13,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 
-import jax
-import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
@@ -29,6 +27,7 @@ from kvjax.errors import ConfigError
 from kvjax.inference import decode
 from kvjax.inference.plan import Plan, Slots, bytes_of
 from kvjax.models.config import ModelConfig
+from kvjax.ops.weights import types_of
 from kvjax.store import interface
 
 _GRID = ("models", "methods", "contexts", "batches", "stores", "transformers")
@@ -149,7 +148,7 @@ def transformers_row(llm, name: str, context: int, steps: int) -> dict | None:
     installed or cannot be compared."""
     if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None:
         return None
-    if not llm.config.use_mlp or jax.tree.leaves(llm.params)[0].dtype != jnp.float32:
+    if not llm.config.use_mlp or types_of(llm.params) != "float32":
         return None  # transformers has no model without MLP, and the comparison is in f32
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache

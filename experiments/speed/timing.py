@@ -11,8 +11,8 @@ import numpy as np
 from kvjax.inference import decode
 from kvjax.inference.plan import Plan, store_geometry
 from kvjax.models.config import ModelConfig
-from kvjax.models.transformer import apply_rows
 from kvjax.ops import quantize
+from kvjax.ops.weights import apply_rows
 from kvjax.store import interface
 
 

@@ -18,6 +18,7 @@ from kvjax.inference.decode import Driver, Step
 from kvjax.inference.progress import CLOCK
 from kvjax.inference.sampling import Sampling
 from kvjax.inference.usage import Counts, Usage
+from kvjax.ops.weights import types_of
 from kvjax.typing import Array, PyTree
 
 _MOST_PENDING = 256  # steps whose reports may stay on the device before they are counted
@@ -225,7 +226,7 @@ def check_logits(params: PyTree, cache: Cache) -> None:
 def _refuse(rows: np.ndarray, params: PyTree, cache: Cache) -> None:
     """Raises NotFinite for the first of these sequences, whose logits are not finite, if there is one."""
     if rows.size:
-        config, weights = cache.plan.config, jax.tree.leaves(params)[0].dtype
+        config, weights = cache.plan.config, types_of(params)
         raise NotFinite(
             f"logits of the {config.family} model (fingerprint {cache.fingerprint!r}) with weights in {weights} and a "
             f"cache in {cache.plan.dtype} are NaN or infinite after {cache.length[rows[0]]} tokens of sequence "

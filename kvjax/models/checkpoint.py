@@ -24,6 +24,7 @@ from kvjax.errors import CheckpointError, ConfigError
 from kvjax.models import hf_config, tensor_file
 from kvjax.models.config import ModelConfig
 from kvjax.models.tensor_file import StoredTensor
+from kvjax.ops.weights import QuantisedMatrix, widened
 from kvjax.typing import PyTree
 
 WEIGHTS = "model.safetensors"
@@ -94,7 +95,9 @@ class Weights:
         """The tensors of each parameter, one or an expert's each, by its path."""
         return {path: (stored,) for path, stored in self.tensors.items()} | dict(self.stacks)
 
-    def read(self, dtype: DTypeLike = jnp.float32, advance: Callable[[], object] | None = None) -> PyTree:
+    def read(
+        self, dtype: DTypeLike = jnp.float32, advance: Callable[[], object] | None = None, kind: str | None = None
+    ) -> PyTree:
         """Returns the parameters of `Transformer(config)` on the device.
 
         Parameters are read one at a time, in the order of the files, so that the host holds at most one of them.
@@ -102,22 +105,31 @@ class Weights:
         Args:
           dtype: type of the parameters.
           advance: function called after each parameter.
+          kind: type of all matrices, one of `kvjax.ops.weights.KINDS`; None = `dtype`. Embedding and unembedding have
+            8 bits at least: an error in them meets every token, and other formats spare them, too. Those of experts
+            are of type `dtype`.
 
         Raises:
           CheckpointError: a value is not finite in the file or as `dtype`, or a file cannot be read.
         """
 
-        params = {}
+        params: dict[str, jax.Array | QuantisedMatrix] = {}
         with contextlib.ExitStack() as files:
             opened = functools.cache(lambda file: files.enter_context(_opened(file)))
             for path, parts in sorted(self.parts.items(), key=lambda item: (item[1][0].file, item[1][0].offset)):
                 if path in self.stacks:
                     params[path] = tensor_file.read_stacked(opened, parts, dtype)
                 else:
-                    params[path] = tensor_file.read(opened(parts[0].file), parts[0], dtype)
+                    params[path] = tensor_file.read(opened(parts[0].file), parts[0], dtype, self._kind(path, kind))
                 if advance is not None:
                     advance()
         return traverse_util.unflatten_dict(params, sep="/")
+
+    def _kind(self, path: str, kind: str | None) -> str | None:
+        """Returns the type in few bits of a parameter; None for one that stays as wide as it is."""
+        if kind is None or len(self.tensors[path].shape) != 2:
+            return None
+        return "int8" if path in ("embedding/embedding", "lm_head/weight") else kind
 
 
 def load(directory: hf_config.Path, config: ModelConfig, dtype: DTypeLike = jnp.float32) -> tuple[ModelConfig, PyTree]:
@@ -201,7 +213,8 @@ def save_params(
 ) -> None:
     """Writes parameters and configuration in the form that `load` and transformers read.
 
-    Holds a copy of the model in host memory meanwhile. Files in the directory are replaced once everything is written.
+    Matrices in few bits are written as the numbers that they stand for. Holds a copy of the model in host memory
+    meanwhile. Files in the directory are replaced once everything is written.
 
     Args:
       params: parameters of `Transformer(config)`.
@@ -510,7 +523,9 @@ def _warn_of_others(held: Mapping[str, list[StoredTensor]], weights: Weights) ->
                       f"configuration are not read: {names} ({len(others)} in all)", stacklevel=4)
 
 
-def _check_params(path: pathlib.Path, flat: Mapping[str, jax.Array], targets: Mapping[str, _Target]) -> None:
+def _check_params(
+    path: pathlib.Path, flat: Mapping[str, jax.Array | QuantisedMatrix], targets: Mapping[str, _Target]
+) -> None:
     # The last expert's tensor tells how many there are.
     expected = {path: (*(() if target.expert is None else (target.expert + 1,)), rows, *target.shape[1:])
                 for target in targets.values() for path, rows in zip(target.paths, target.rows, strict=True)}
@@ -545,10 +560,13 @@ def _opened(file: pathlib.Path) -> BinaryIO:
         raise CheckpointError(f"{file}: cannot be opened ({error}); download it again") from error
 
 
-def _to_tensor(path: pathlib.Path, target: _Target, flat: Mapping[str, jax.Array], dtype: str) -> np.ndarray:
+def _to_tensor(
+    path: pathlib.Path, target: _Target, flat: Mapping[str, jax.Array | QuantisedMatrix], dtype: str
+) -> np.ndarray:
     parts = []
     for name in target.paths:
-        stored = np.asarray(flat[name] if target.expert is None else flat[name][target.expert])
+        whole = widened(flat[name])
+        stored = np.asarray(whole if target.expert is None else whole[target.expert])
         tensor_file.check_finite(f"{path}: parameter {name}", stored, dtype)
         # save_file ignores strides and writes the bytes from the array's address on, so they must be in C order.
         parts.append(stored.astype(jnp.dtype(dtype), order="C"))

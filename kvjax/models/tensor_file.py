@@ -13,6 +13,8 @@ from jax.typing import DTypeLike
 
 from kvjax import _files
 from kvjax.errors import CheckpointError
+from kvjax.ops import weights
+from kvjax.ops.weights import QuantisedMatrix
 
 PLAIN: dict[str, Any] = {"F32": np.float32, "BF16": jnp.bfloat16, "F16": np.float16}
 WRITABLE = ("float32", "bfloat16")
@@ -73,22 +75,31 @@ def row_bytes(dtype: str, columns: int) -> int:
     return columns // values * size
 
 
-def read(file: BinaryIO, stored: StoredTensor, dtype: DTypeLike) -> jax.Array:
-    """Returns one tensor on the device as `dtype`.
+def read(
+    file: BinaryIO, stored: StoredTensor, dtype: DTypeLike, kind: str | None = None
+) -> jax.Array | QuantisedMatrix:
+    """Returns one tensor on the device as `dtype`, or a matrix in few bits.
 
-    The host holds it once in that type, and a few rows in the stored one. On CPU it is not copied again.
+    The host holds it once in that form, and a few rows in the stored one. On CPU it is not copied again.
 
     Args:
       file: file of the tensor, opened without a buffer.
       stored: the tensor.
       dtype: type to convert it to.
+      kind: type of the codes of a matrix in few bits, one of `kvjax.ops.weights.KINDS`; None = `dtype`.
 
     Raises:
       CheckpointError: a value is not finite in the file or as `dtype`, or the file ends too early.
     """
-    values = _aligned(stored.matrix, jnp.dtype(dtype))
-    _fill(values, file, stored)
-    return _on_device(values.reshape(stored.shape))
+    dtype = jnp.dtype(dtype)
+    if kind is None:
+        values = _aligned(stored.matrix, dtype)
+        _fill([values], file, stored, dtype)
+        return _on_device(values.reshape(stored.shape))
+    arrays = [_aligned(*part) for part in weights.layout(*stored.matrix, kind)]
+    _fill(arrays, file, stored, dtype, kind)
+    codes, scale = map(_on_device, arrays)
+    return QuantisedMatrix(codes, scale, stored.matrix, dtype)
 
 
 def read_stacked(
@@ -107,29 +118,37 @@ def read_stacked(
     rows, columns = parts[0].matrix
     values = _aligned((len(parts) * rows, columns), jnp.dtype(dtype)).reshape(len(parts), rows, columns)
     for i, stored in enumerate(parts):
-        _fill(values[i], opened(stored.file), stored)
+        _fill([values[i]], opened(stored.file), stored, jnp.dtype(dtype))
     return _on_device(values.reshape(len(parts), *parts[0].shape))
 
 
-def _fill(values: np.ndarray, file: BinaryIO, stored: StoredTensor) -> None:
-    """Reads a tensor into an array [rows, columns] of the type that is asked for."""
+def _fill(
+    arrays: Sequence[np.ndarray], file: BinaryIO, stored: StoredTensor, dtype: np.dtype, kind: str | None = None
+) -> None:
+    """Reads a tensor into an array [rows, columns] of type `dtype`, or into those of a matrix in few bits."""
     what, start = f"{stored.file}: tensor {stored.name}", 0
-    # [heads, size / 2, 2] in the file, [heads, 2, size / 2] in memory.
-    places = values.reshape(stored.heads, 2, -1, values.shape[1]).swapaxes(1, 2) if stored.heads else None
     for piece in _pieces(file, stored, what):
-        check_finite(what, piece, values.dtype)
+        check_finite(what, piece, dtype)
         piece = piece.astype(np.float32) + stored.shift if stored.shift else piece
-        if stored.every is not None:
-            first, step = stored.every
-            if len(stored.shape) == 1:
-                values[:] = piece[:, first::step]
-            else:
-                values[:, start : start + len(piece)] = piece[:, first::step].T
-        elif places is None:
-            values[start : start + len(piece)] = piece
+        if stored.every is None:
+            kept = (piece,) if kind is None else weights.codes_and_scale(piece.astype(np.float32), kind)
+            for array, rows in zip(arrays, kept, strict=True):
+                _put(array, rows, start, stored.heads)
+        elif len(stored.shape) == 1:
+            arrays[0][:] = piece[:, stored.every[0] :: stored.every[1]]
         else:
-            places[np.unravel_index(np.arange(start, start + len(piece)), places.shape[:3])] = piece
+            arrays[0][:, start : start + len(piece)] = piece[:, stored.every[0] :: stored.every[1]].T
         start += len(piece)
+
+
+def _put(array: np.ndarray, rows: np.ndarray, start: int, heads: int) -> None:
+    """Writes rows that begin with row `start` of the file, [heads, size / 2, 2], where memory has [heads, 2, size / 2];
+    in the same order for 0 heads."""
+    if heads:
+        places = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2)
+        places[np.unravel_index(np.arange(start, start + len(rows)), places.shape[:3])] = rows
+    else:
+        array[start : start + len(rows)] = rows
 
 
 def _on_device(values: np.ndarray) -> jax.Array:

@@ -7,7 +7,6 @@ sequence.
 """
 
 import functools
-import math
 
 import flax.linen as nn
 import jax
@@ -15,10 +14,8 @@ import jax.numpy as jnp
 
 from kvjax.models.config import ModelConfig
 from kvjax.ops import attention, experts, rotary
-from kvjax.ops.barriers import computed_once
+from kvjax.ops.weights import QuantisedMatrix, apply_rows, take_rows
 from kvjax.typing import Array, Float, Hidden, Int32, Logits
-
-_FEW = 64  # most vectors for which the special forms of `apply_rows` are faster
 
 
 class RMSNorm(nn.Module):
@@ -39,7 +36,7 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """Linear map y = W x + b with W `[out, in]`, as in checkpoints.
+    """Linear map y = W x + b with W `[out, in]`, as in checkpoints, in few bits if the parameters are.
 
     The CPU reads this layout row by row; Flax's `Dense` with `[in, out]` takes a fifth to a half longer for one token.
     """
@@ -50,34 +47,27 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x):
         start = nn.initializers.lecun_normal(in_axis=-1, out_axis=-2)
-        y = apply_rows(self.param("weight", start, (self.features, x.shape[-1]), jnp.float32), x)
+        y = apply_rows(_matrix(self, "weight", start, (self.features, x.shape[-1])), x)
         return y + self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32) if self.use_bias else y
 
 
-def apply_rows(weight: Float[Array, "Y X"], x: Float[Array, "*T X"]) -> Float[Array, "*T Y"]:
-    """Multiplies each vector with the weights: `weight @ x` over the last axis of `x`.
+class Embedding(nn.Module):
+    """Table of vectors [V, E], in few bits if the parameters are."""
 
-    For products with a few vectors XLA:CPU rewrites the weights transposed, which makes a decode step of a batch more
-    than twice as slow. It does not if the vectors are columns, behind a barrier that hides that they were rows.
-    """
-    count = math.prod(x.shape[:-1])
-    if jax.default_backend() != "cpu" or count > _FEW:
-        return jnp.einsum("yx,...x->...y", weight, x)
-    if weight.dtype == x.dtype == jnp.bfloat16:
-        return _apply_bfloat16(weight, x.reshape(count, -1)).reshape(*x.shape[:-1], -1)
-    if count == 1:
-        return jnp.einsum("yx,...x->...y", weight, x)
-    columns = computed_once(weight @ computed_once(x.reshape(count, -1).T))
-    return columns.T.reshape(*x.shape[:-1], -1)
+    count: int
+    features: int
+
+    def setup(self):
+        self.embedding = _matrix(self, "embedding", nn.initializers.normal(0.02), (self.count, self.features))
+
+    def __call__(self, tokens):
+        return take_rows(self.embedding, tokens)
 
 
-def _apply_bfloat16(weight: Float[Array, "Y X"], x: Float[Array, "T X"]) -> Float[Array, "T Y"]:
-    """Multiplies bfloat16 weights with at least two vectors, padded if need be, and sums in f32.
-
-    For other bfloat16 products XLA:CPU widens all weights first, which takes five to eight times as long.
-    """
-    pairs = computed_once(jnp.pad(x, ((0, max(0, 2 - len(x))), (0, 0))))
-    return jnp.einsum("yx,tx->ty", weight, pairs, preferred_element_type=jnp.float32)[: len(x)].astype(x.dtype)
+def _matrix(module: nn.Module, name: str, start, shape: tuple[int, int]):
+    """Returns a parameter, which is no array if it is in few bits; Flax compares shapes of arrays."""
+    given = module.get_variable("params", name) if module.has_variable("params", name) else None
+    return given if isinstance(given, QuantisedMatrix) else module.param(name, start, shape, jnp.float32)
 
 
 class GatedMLP(nn.Module):
@@ -234,7 +224,7 @@ class Transformer(nn.Module):
 
     def setup(self):
         c = self.config
-        self.embedding = nn.Embed(c.vocab_size, c.hidden_size, embedding_init=nn.initializers.normal(0.02))
+        self.embedding = Embedding(c.vocab_size, c.hidden_size)
         self.layers = [Block(layer, self.attention, name=f"layers_{i}") for i, layer in enumerate(c.layers)]
         self.norm = RMSNorm(c.rms_norm_eps, c.norm_offset)
         if not c.tie_embeddings:

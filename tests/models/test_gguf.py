@@ -21,6 +21,7 @@ import kvjax
 from kvjax.errors import CheckpointError
 from kvjax.models import checkpoint, gguf, hf_config, tensor_file
 from kvjax.models.config import ModelConfig, RopeConfig
+from kvjax.ops import weights
 from kvjax.ops.rotary import inverse_frequencies
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -119,6 +120,18 @@ def test_pieces_of_a_tensor_give_what_the_whole_gives(file, monkeypatch, piece):
     expected = kvjax.load(written(file, CONFIGS["llama_biased"])).params
     monkeypatch.setattr(tensor_file, "_PIECE", piece)
     jax.tree.map(np.testing.assert_array_equal, kvjax.load(file).params, expected)
+
+
+@pytest.mark.parametrize("piece", [1, 100, 1 << 18])
+@pytest.mark.parametrize("kind", weights.KINDS)
+def test_codes_of_rows_that_rotate_together_are_reordered_as_their_numbers_are(file, kind, piece, monkeypatch):
+    wide = kvjax.load(written(file)).params["layers_0"]
+    monkeypatch.setattr(tensor_file, "_PIECE", piece)
+    few = kvjax.load(file, weights=kind).params["layers_0"]
+    for name in ("q_proj", "k_proj", "v_proj"):
+        codes, scale = weights.codes_and_scale(np.asarray(wide[name]["weight"]), kind)
+        np.testing.assert_array_equal(few[name]["weight"].codes, codes)
+        np.testing.assert_array_equal(few[name]["weight"].scale, scale)
 
 
 def test_saving_converts_to_a_directory(tmp_path, file):

@@ -328,7 +328,9 @@ def test_experts_without_fields_have_the_familys_defaults(read):
     assert read("mixtral").experts == Experts(8, 2, 48)
     assert read("qwen2_moe").experts == Experts(60, 4, 1408, normalise=False, shared_size=5632)
     assert read("qwen3_moe").experts == Experts(128, 8, 768, normalise=False)
-    assert {family for family in FAMILIES if read(family).experts} == {"mixtral", "qwen2_moe", "qwen3_moe"}
+    assert {family for family in FAMILIES if read(family).experts} == {
+        "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"}
+    assert read("gpt_oss").experts == Experts(128, 4, 48, bias=True, limit=7.0)
 
 
 def test_a_model_without_experts_prints_as_before_there_were_any(read):
@@ -415,7 +417,7 @@ def test_missing_ids_have_the_familys_default(read, family, bos, eos):
 @pytest.mark.parametrize(
     "words, changes",
     [
-        (["model_type", "'gpt2'", "llama, mistral, qwen2, qwen3, phi3, mixtral"], {"family": "gpt2"}),
+        (["model_type", "'gpt2'", "llama, mistral, qwen2, qwen3, phi3, gemma2"], {"family": "gpt2"}),
         (["model_type", "None", "qwen3"], {"drop": ["model_type"]}),
         (["hidden_act", "'gelu'", "silu"], {"hidden_act": "gelu"}),
         (["rope_scaling.rope_type", "'su'", "llama3"], {"rope_scaling": {"type": "su", "factor": 2.0}}),

@@ -29,7 +29,8 @@ import json, sys
 from kvjax.models import checkpoint, hf_config
 
 def load(directory, dtype):
-    return checkpoint.load(directory, hf_config.read_config(directory), dtype)[1]
+    kind = dtype if dtype.startswith("int") else None
+    return checkpoint.find(directory, hf_config.read_config(directory)).read("float32" if kind else dtype, kind=kind)
 
 def memory(name):
     with open("/proc/self/status") as status:
@@ -57,8 +58,10 @@ def written(directory, config):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak is in /proc")
-@pytest.mark.parametrize("config, dtype, width", [(LARGE, "bfloat16", 2), (LARGE, "float32", 4),
-                                                  (MIXTURE, "bfloat16", 2), (MIXTURE, "float32", 4)])
+@pytest.mark.parametrize("config, dtype, width", [
+    (LARGE, "bfloat16", 2), (LARGE, "float32", 4), (LARGE, "int8", 1), (LARGE, "int4", 0.68),
+    (MIXTURE, "bfloat16", 2), (MIXTURE, "float32", 4),
+])
 def test_a_model_and_one_tensor_are_in_memory(tmp_path, config, dtype, width):
     small, *_ = written(tmp_path / "small", SMALL)
     large, size, largest = written(tmp_path / "large", config)

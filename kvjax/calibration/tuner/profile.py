@@ -163,7 +163,7 @@ def compute_seconds(
     config = dataclasses.replace(llm.config, num_layers=layers, windows=llm.config.windows[:layers])
     plan = make_plan(config, method, batch, capacity, dtype)
     branch, tokens = HostStore().create(store_geometry(plan), "tuner"), jnp.zeros(batch, jnp.int32)
-    hidden = jnp.ones((batch, config.hidden_size), jax.tree.leaves(llm.params)[0].dtype)
+    hidden = jnp.ones((batch, config.hidden_size), llm.params["norm"]["scale"].dtype)
     most = max(repeats, min(10 * repeats, capacity // 8))
     state, reads = _zeros_state(plan, slots, branch, max(0, capacity - most - 1)), []
 

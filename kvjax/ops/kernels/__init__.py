@@ -13,12 +13,15 @@ runs on other platforms, and where the kernels were not built for want of GCC 12
     queries of each F / G neighbouring heads, 0 for vectors that are not stored. The sums are scratch: each has one of C
     parts of these queries, which threads work on separately. A thread keeps memory for scores of 4 queries;
   - `vector_products`: vectors[F, D, N] and q[F, Q, D] to [F, Q, N];
+  - `weight_products`: weights[Y, X] in bfloat16 with scale[Y, 0], in int8 with scale[Y, 1], or uint8[Y, C] with
+    two weights of 4 bits in a byte and scale[Y, G] in bfloat16 for each 32 of them; and x[T, X] to [T, Y] in x's type,
+    f32 or bfloat16. A vector's products are the same to the bit for any T;
   - `copy`: numbers[*N] to a copy, for `kvjax.ops.barriers.written_out`;
   - `assign`: block[KB, NS], keys[KB, NS, P], need[KB, M], NB to slot[KB, M], read[KB, M], new[KB, NS], pinned[KB, NS],
     as in `kvjax.cache.residency`; exact.
 
-Rows are f32, or bfloat16 as uint16; codes are uint8 and their queries int8; indices are int32 and clipped; other
-integers are int32, masks boolean, and all else f32. Kernels have no derivatives.
+Rows are f32, or bfloat16 as uint16; codes of keys are uint8 and their queries int8; indices are int32 and clipped;
+other integers are int32, masks boolean, and all else f32. Kernels have no derivatives.
 """
 
 import functools
@@ -35,8 +38,10 @@ import jaxlib
 from kvjax import _native
 from kvjax.typing import Array
 
-NAMES = ("row_attention", "code_products", "code_softmax", "vector_products", "copy", "assign")
-_ONE_BY_ONE = ("row_attention",)  # run sequentially under `jax.vmap`, which would else copy a shared pool for each
+NAMES = ("row_attention", "code_products", "code_softmax", "vector_products", "weight_products", "copy", "assign")
+# Run sequentially under `jax.vmap`, which would else copy a shared pool, or weights, for each.
+_ONE_BY_ONE = ("row_attention", "weight_products")
+_AS_STORED = ("weight_products",)  # take bfloat16 as it is
 _VERSION = ("XLA_FFI_API_MAJOR", "XLA_FFI_API_MINOR")  # in modules as in the header that they include
 NEGATIVE = -1e30  # score of tokens or blocks that do not exist
 TOGETHER = 4  # queries multiplied with a code at a time
@@ -106,7 +111,7 @@ def call(name: str, result: Any, *operands: Array) -> Any:
     """Calls a kernel; only valid on CPU and if `COMPILED` is True. Arguments are those of `on_cpu`."""
     mapped = "sequential" if name in _ONE_BY_ONE else "broadcast_all"
     kernel = jax.ffi.ffi_call(f"kvjax_{name}", result, vmap_method=mapped)
-    return kernel(*map(_narrow, operands))
+    return kernel(*(operands if name in _AS_STORED else map(_narrow, operands)))
 
 
 def _narrow(x: Array) -> Array:

@@ -7,6 +7,7 @@ XLA_FFI_Error *on_codes(XLA_FFI_CallFrame *call);
 XLA_FFI_Error *on_softmax(XLA_FFI_CallFrame *call);
 XLA_FFI_Error *on_assign(XLA_FFI_CallFrame *call);
 XLA_FFI_Error *on_vectors(XLA_FFI_CallFrame *call);
+XLA_FFI_Error *on_weights(XLA_FFI_CallFrame *call);
 XLA_FFI_Error *on_copy(XLA_FFI_CallFrame *call);
 
 /* Returns memory of this thread for a piece of work, or NULL. It is reused for the next piece: one array for all pieces would

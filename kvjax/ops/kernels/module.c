@@ -4,7 +4,8 @@
 #include "kernels.h"
 
 static const Target kernels[] = {{"row_attention", on_rows}, {"code_products", on_codes}, {"code_softmax", on_softmax},
-                                 {"vector_products", on_vectors}, {"assign", on_assign}, {"copy", on_copy}, {NULL, NULL}};
+                                 {"vector_products", on_vectors}, {"weight_products", on_weights},
+                                 {"assign", on_assign}, {"copy", on_copy}, {NULL, NULL}};
 
 /* handlers() -> {name: capsule} */
 static PyObject *handlers(PyObject *self, PyObject *none) { return capsules(kernels); }
