@@ -15,10 +15,10 @@ import numpy as np
 
 from kvjax import _files
 from kvjax.errors import CheckpointError
-from kvjax.models import checkpoint, gguf_header, gguf_tokenizer, hf_config, tensor_file
+from kvjax.models import checkpoint, gguf_header, gguf_tokenizer, hf_config, json_file, tensor_file
 from kvjax.models.checkpoint import Weights
 from kvjax.models.gguf_header import GgufHeader
-from kvjax.models.hf_config import shown
+from kvjax.models.json_file import shown
 from kvjax.models.tensor_file import StoredTensor
 from kvjax.models.tokenizer import TextTokenizer
 
@@ -61,7 +61,7 @@ _LOW, _HIGH, _LENGTH = 1.0, 4.0, 8192  # low_freq_factor, high_freq_factor and f
 _MOST_FREQUENCIES = 1 << 16
 
 
-def find(path: hf_config.Path) -> tuple[Weights, TextTokenizer]:
+def find(path: json_file.Path) -> tuple[Weights, TextTokenizer]:
     """Reads the header of a GGUF file and checks all that it says.
 
     Returns:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from kvjax.errors import CheckpointError
-from kvjax.models.hf_config import shown
+from kvjax.models.json_file import shown
 from kvjax.models.text_codec import tokenizer_errors
 from kvjax.models.tokenizer import TextTokenizer
 

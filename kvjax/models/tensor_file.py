@@ -165,6 +165,13 @@ def are_equal(first: StoredTensor, second: StoredTensor) -> bool:
         return all(a == b for a, b in pieces)
 
 
+def check_plain(stored: StoredTensor) -> None:
+    """Raises CheckpointError unless a tensor is of a type in PLAIN."""
+    if stored.dtype not in PLAIN:
+        raise CheckpointError(f"{stored.file}: tensor {stored.name} has dtype {stored.dtype}; supported: "
+                              f"{', '.join(PLAIN)}")
+
+
 def check_finite(what: str, values: np.ndarray, dtype: DTypeLike) -> None:
     """Raises CheckpointError for a value that is not finite, also as `dtype`: it would make every token NaN."""
     largest = _largest(values)

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 
 from kvjax import _files
 from kvjax.errors import CheckpointError, PromptError
-from kvjax.models import added_tokens, chat_template, hf_config
-from kvjax.models.hf_config import read_optional_json
+from kvjax.models import added_tokens, chat_template, json_file
+from kvjax.models.json_file import read_optional_json
 from kvjax.models.text_codec import TextCodec, tokenizer_errors
 
 TOKENIZER = "tokenizer.json"
@@ -58,7 +58,7 @@ class TextTokenizer:
         return digest.hexdigest()[:16]
 
     @classmethod
-    def from_directory(cls, directory: hf_config.Path) -> "TextTokenizer":
+    def from_directory(cls, directory: json_file.Path) -> "TextTokenizer":
         """Reads the tokenizer of a model directory.
 
         Reads tokenizer.json, and tokenizer_config.json, special_tokens_map.json, added_tokens.json and
@@ -67,7 +67,7 @@ class TextTokenizer:
         Raises:
           CheckpointError: tokenizer.json is missing, or one of the files is corrupt.
         """
-        root = hf_config.model_directory(directory)
+        root = json_file.model_directory(directory)
         content = _read_tokenizer(root / TOKENIZER)
         tokenizer = _parse_tokenizer(root / TOKENIZER, content)
         settings, special_map, more = (
@@ -89,7 +89,7 @@ class TextTokenizer:
         )
 
     @contextlib.contextmanager
-    def saving(self, directory: hf_config.Path) -> Iterator[None]:
+    def saving(self, directory: json_file.Path) -> Iterator[None]:
         """Writes files that `from_directory` and transformers read; they replace older ones when the context ends."""
         root = pathlib.Path(directory).expanduser()
         settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}
@@ -203,8 +203,8 @@ def _parse_tokenizer(path: pathlib.Path, content: bytes) -> Tokenizer:
 
 def _eos_ids(root: pathlib.Path, tokenizer: Tokenizer, special: Mapping[str, str]) -> tuple[int, ...]:
     """Returns the ids in both model files, to which chat models add their end of turn, and the tokenizer's own."""
-    paths = (root / hf_config.GENERATION, root / hf_config.CONFIG)
-    stated = [i for path in paths for i in hf_config.token_ids("eos_token_id", (path, read_optional_json(path)))]
+    paths = (root / json_file.GENERATION, root / json_file.CONFIG)
+    stated = [i for path in paths for i in json_file.token_ids("eos_token_id", (path, read_optional_json(path)))]
     own = _id_of(tokenizer, special.get("eos_token"))
     return tuple(dict.fromkeys(stated if own is None else [*stated, own]))
 

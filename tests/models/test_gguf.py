@@ -19,7 +19,7 @@ from tokenizers import pre_tokenizers
 
 import kvjax
 from kvjax.errors import CheckpointError
-from kvjax.models import checkpoint, gguf, hf_config, tensor_file
+from kvjax.models import checkpoint, gguf, hf_config, tensor_file, tensor_names
 from kvjax.models.config import ModelConfig, RopeConfig
 from kvjax.ops import weights
 from kvjax.ops.rotary import inverse_frequencies
@@ -72,7 +72,8 @@ def ends():
 def random_tensors(config, dtype=np.float32):
     """Random weights by Hugging Face's names."""
     rng = np.random.default_rng(0)
-    return {name: rng.normal(size=target.shape).astype(dtype) for name, target in checkpoint._targets(config).items()}
+    targets = tensor_names.targets_of(config)
+    return {name: rng.normal(size=target.shape).astype(dtype) for name, target in targets.items()}
 
 
 def written(path, config=LLAMA, fields=None, dtype=np.float32, **changed):
@@ -441,7 +442,7 @@ def test_what_is_no_file(file, kind):
 
 
 def test_names_of_tensors():
-    names = [(config.family, name) for config in CONFIGS.values() for name in checkpoint._targets(config)]
+    names = [(config.family, name) for config in CONFIGS.values() for name in tensor_names.targets_of(config)]
     for family, name in names:
         theirs, kind = name_of(name, family), family.removesuffix("_text")
         assert gguf._gguf_name(kind, name) == theirs and gguf._hf_name(theirs, kind) == name

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import kvjax
-from kvjax.models import checkpoint, hf_config
+from kvjax.models import hf_config, tensor_names
 from kvjax.models.config import Experts, ModelConfig
 
 SMALL = ModelConfig(
@@ -50,7 +50,7 @@ def written(directory, config):
     """The directory with a checkpoint in f32, and the numbers in it and in its largest tensor."""
     directory.mkdir()
     hf_config.write_config(config, directory, "float32")
-    shapes = {name: target.shape for name, target in checkpoint._targets(config).items()}
+    shapes = {name: target.shape for name, target in tensor_names.targets_of(config).items()}
     save_file({name: np.full(shape, 0.5, np.float32) for name, shape in shapes.items()},
               directory / "model.safetensors")
     sizes = [int(np.prod(shape)) for shape in shapes.values()]
