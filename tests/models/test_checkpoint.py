@@ -298,6 +298,19 @@ def test_names_without_the_prefix_of_the_model(write, config, recwarn):
     assert not recwarn.list
 
 
+@pytest.mark.parametrize("spell", [
+    lambda name: f"language_model.{name}",
+    lambda name: name.replace("model.", "model.language_model.") if name.startswith("model.") else name,
+], ids=["first", "within"])
+def test_the_language_model_of_one_that_also_reads_images(write, tensors, spell):
+    """Both spellings that Gemma 3's files have had; the other tensors are named in a warning."""
+    expected = load_params(write(tensors), PLAIN)
+    both = {spell(name): tensor for name, tensor in tensors.items()} | {"vision_tower.patch.weight": np.ones((2, 2))}
+    with pytest.warns(UserWarning, match=r"not read: vision_tower\.patch\.weight"):
+        loaded = load_params(write({name: tensor.astype(np.float32) for name, tensor in both.items()}), PLAIN)
+    jax.tree.map(np.testing.assert_array_equal, loaded, expected)
+
+
 def test_name_with_the_prefix_comes_first(write, tensors):
     directory = write(tensors | {"norm.weight": np.zeros(12, np.float32)})
     with pytest.warns(UserWarning, match=r"not read: norm\.weight \(1 in all\)"):
