@@ -1,10 +1,10 @@
-"""Low-rank adapters for KVSwap: fitted by SVD, refined on real queries, tried on text of the same and of other kinds.
+"""Low-rank adapters for KVSwap: fitted by SVD, trained on real queries, tried on text of the same and of other kinds.
 
     python -m experiments.main --config=configs/train_svd.py --workdir=runs/train_svd
 
-Writes adapters to WORKDIR/adapters/KIND_joint_RATIO (and `_refined`), for `kvjax.KVSwap(adapters=DIR)`. For text of
-your own give files as kinds, `--config.kinds="('FILE.txt',)"`; KIND is then FILE_HASH. Preset `:smoke` finishes within
-a minute.
+Writes adapters to WORKDIR/adapters/KIND_joint_RATIO (and `_trained`), for `kvjax.KVSwap(adapters=DIR)`, and the curves
+of the training to training.png. It can be stopped, and goes on when it is started again. For text of your own give
+files as kinds, `--config.kinds="('FILE.txt',)"`; KIND is then FILE_HASH. Preset `:smoke` finishes within a minute.
 """
 
 import ml_collections
@@ -21,15 +21,21 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.length = 1024  # tokens of a row; rotated keys depend on it, so it should be the context to come
     config.batch = 2
     config.train_batches = 40
-    config.refine_batches = 200  # one step of Adam each; 0 = no refinement
-    config.learning_rate = 3e-3
+    config.steps = 200  # of Adam, a batch each; 0 = no training
+    config.learning_rate = 3e-3  # the largest, after the warm-up
+    config.warmup_steps = 20
+    config.loss = "groups"  # or "scores" (`kvjax.calibration.refine_adapters`)
+    config.group = 4  # tokens of a group, for "groups"
+    config.ahead = True  # queries of the previous layer's input, as KVSwap asks; False = of the layer's own
+    config.eval_every = 20
+    config.held_out_batches = 4  # by which each layer chooses its adapter
     config.test_batches = 8
     config.documents = 120  # of each split
     config.top = 16  # k of recall@k
     config.kept = 64  # tokens whose attention mass is measured
     if preset == "smoke":
         config.update(kinds=("code", "prose"), ratios=(8,), forms=("joint",), length=128, train_batches=3,
-                      refine_batches=3, test_batches=1, documents=4, kept=16)
+                      steps=4, warmup_steps=1, eval_every=2, held_out_batches=1, test_batches=1, documents=4, kept=16)
     elif preset != "default":
         raise ValueError(f"unknown preset {preset!r}; use default or smoke")
     return config

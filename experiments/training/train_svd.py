@@ -1,5 +1,10 @@
 """Low-rank adapters fitted to a model's keys, and their errors on held-out text of every kind.
 
+Each fit is a singular value decomposition, and from there a training on the attention of real queries
+(`kvjax.calibration.refine_adapters`): Adam with a warm-up and a cosine, of which each layer keeps the adapter whose
+loss on held-out text was the least. Adapters, optimiser and loss curve are kept every `eval_every` steps, so that a run
+that was stopped goes on from there.
+
 A row is one fit on one kind of training text, tried on one kind of test text; rows that the workdir has are skipped,
 and adapters are saved as they are fitted. Measures, means over layers:
 
@@ -14,6 +19,7 @@ and adapters are saved as they are fitted. Measures, means over layers:
 import functools
 import hashlib
 import itertools
+import json
 import pathlib
 from collections.abc import Callable, Iterator
 
@@ -21,7 +27,9 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 import numpy as np
+import optax
 from matplotlib.figure import Figure
+from orbax.checkpoint import v1 as ocp
 from tqdm import tqdm
 
 import kvjax
@@ -29,6 +37,7 @@ from experiments import common, plots
 from experiments.results import Run
 from experiments.texts import docstrings, facts_in_code
 from kvjax.calibration import collect_moments, fit_adapters, refine_adapters
+from kvjax.calibration.refine_adapters import Objective
 from kvjax.errors import ConfigError
 from kvjax.eval.tasks import corpus, needles
 from kvjax.methods.shared.adapters import Adapters, load
@@ -77,9 +86,9 @@ def rows_of(llm: kvjax.LLM, kind: str, held_out: bool, config) -> Draw:
     return lambda rng: needles.random_span(rng, stream, config.length)
 
 
-def batches(draw: Draw, count: int, config, seed: int) -> Iterator[np.ndarray]:
+def batches(draw: Draw, count: int, config, *seed: int) -> Iterator[np.ndarray]:
     """Yields `count` batches of tokens[batch, length], each row drawn anew."""
-    rng = np.random.default_rng((config.seed, seed))
+    rng = np.random.default_rng((config.seed, *seed))
     for _ in range(count):
         yield np.asarray([draw(rng) for _ in range(config.batch)], np.int32)
 
@@ -95,12 +104,54 @@ def fits(llm: kvjax.LLM, kind: str, config, directory) -> Iterator[tuple[str, in
                 moments = moments or collect_moments.key_moments(llm, batches(draw, config.train_batches, config, 1))
                 fit_adapters.svd(moments, ratio, form == "joint").save(path)
             yield form, ratio, load(path)
-            if config.refine_batches:
-                refined = directory / f"{path.name}_refined"
-                if not refined.exists():
-                    rows = tqdm(batches(draw, config.refine_batches, config, 2), desc=refined.name, disable=None)
-                    refine_adapters.refine(llm, load(path), rows, config.learning_rate).save(refined)
-                yield f"{form}_refined", ratio, load(refined)
+            if config.steps:
+                trained = directory / f"{path.name}_trained"
+                if not trained.exists():
+                    held_out = list(batches(rows_of(llm, kind, True, config), config.held_out_batches, config, 4))
+                    train(llm, load(path), trained, draw, held_out, config).save(trained)
+                yield f"{form}_trained", ratio, load(trained)
+
+
+def train(llm: kvjax.LLM, start: Adapters, path: pathlib.Path, draw: Draw, held_out: list[np.ndarray], config):
+    """Returns adapters trained from `start`; goes on where an earlier run stopped.
+
+    Args:
+      llm: the model.
+      start: the first adapters.
+      path: where the trained ones will be; steps are kept beside it, and the loss curve in PATH_curve.json.
+      draw: function that draws a row of training text.
+      held_out: batches of held-out text, by which each layer chooses.
+      config: the experiment's.
+    """
+    objective = Objective(config.loss, config.group, config.ahead)
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0, config.learning_rate, min(config.warmup_steps, config.steps - 1), config.steps,
+        end_value=0.05 * config.learning_rate)
+    tx = optax.adam(rate)
+    curve_file, training = path.with_name(f"{path.name}_curve.json"), refine_adapters.begin(start, tx)
+    kept = ocp.training.Checkpointer(path.with_name(f"{path.name}_steps").absolute())
+    done = 0 if kept.latest is None else kept.latest.step
+    if done:
+        training = refine_adapters.Training(**kept.load(done, vars(training)))
+    curve = [line for line in (json.loads(curve_file.read_text()) if done else []) if line["step"] <= done]
+    with tqdm(total=config.steps, initial=done, desc=path.name, disable=None) as bar:
+        while True:
+            if done % config.eval_every == 0 or done == config.steps:
+                training, losses = refine_adapters.keep_best(llm, training, held_out, start.joint, objective)
+                if not curve or curve[-1]["step"] < done:
+                    curve.append({"step": done, "rate": float(rate(done)), "held_out": losses.tolist()})
+                curve_file.write_text(json.dumps(curve))
+                if done:
+                    kept.save(done, vars(training), overwrite=True)
+            if done == config.steps:
+                break
+            (tokens,) = batches(draw, 1, config, 2, done)
+            training, losses = refine_adapters.advance(llm, training, tokens, tx, start.joint, objective)
+            curve[-1].setdefault("trained", []).append(float(np.mean(losses)))
+            done += 1
+            bar.update()
+    kept.close()
+    return Adapters([np.asarray(basis) for basis in training.best], start.joint, start.fingerprint)
 
 
 def measure(llm: kvjax.LLM, fitted: Adapters, rows: list[np.ndarray], moments, config) -> dict[str, float]:
@@ -141,8 +192,11 @@ def _centred(scores, seen):
 
 def check(config) -> None:
     """Raises ConfigError for unknown names, missing files, and numbers with which nothing could be fitted."""
-    common.check_counts(config, batch=1, length=2, train_batches=1, test_batches=1, refine_batches=0, ratios=1,
-                        documents=1, top=1, kept=1)
+    common.check_counts(config, batch=1, length=2, train_batches=1, test_batches=1, steps=0, warmup_steps=0,
+                        eval_every=1, held_out_batches=1, ratios=1, documents=1, top=1, kept=1)
+    if config.steps == 1:
+        raise ConfigError("steps=1 has no room for a schedule; give 2 or more, or 0 for no training")
+    Objective(config.loss, config.group, config.ahead)
     if max(config.top, config.kept) > config.length:
         raise ConfigError(f"top={config.top} and kept={config.kept} must be at most length={config.length}; lower them")
     if not config.forms or set(config.forms) - set(FORMS):
@@ -174,6 +228,10 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
                             context=config.length, seed=config.seed, **measured)
     run.summary(run.logged())
     plots.save(plot(run.logged()), run.path / "adapters.png")
+    curves = {file.name.removesuffix("_trained_curve.json"): json.loads(file.read_text())
+              for file in sorted((run.path / "adapters").glob("*_curve.json"))}
+    if curves:
+        plots.save(plot_curves(curves), run.path / "training.png")
     print_table(run.logged())
 
 
@@ -187,6 +245,19 @@ def plot(rows: list[dict]) -> Figure:
         plots.curves(axes, mine, "ratio", measure, looks=looks)
         plots.steps(axes, [row["ratio"] for row in mine])
         axes.set(title=f"{fitted} → {tried}", xlabel="sigma", ylabel=measure.replace("_", " "))
+    return figure
+
+
+def plot_curves(curves: dict[str, list[dict]]) -> Figure:
+    """Plots the held-out loss of each training against its steps: the mean over layers, each at its best so far."""
+    rows = []
+    for name, lines in curves.items():
+        best = np.minimum.accumulate([line["held_out"] for line in lines], axis=0).mean(axis=1)
+        rows += [{"name": name, "step": line["step"], "nats": float(loss)}
+                 for line, loss in zip(lines, best, strict=True)]
+    figure, (axes,) = plots.panels(1, size=(5.2, 3.6))
+    plots.curves(axes, rows, "step", "nats", lambda row: row["name"])
+    axes.set(title="held-out loss of the best adapters so far", xlabel="step", ylabel="nats")
     return figure
 
 

@@ -50,20 +50,25 @@ def key_moments(llm: LLM, rows: Iterable[np.ndarray]) -> Moments:
     return Moments(tuple(gram), config.num_kv_heads, tokens, llm.identity)
 
 
-def layers_of(llm: LLM, tokens: np.ndarray) -> Iterator[tuple[int, Array, Array]]:
+def layers_of(llm: LLM, tokens: np.ndarray, ahead: bool = False) -> Iterator[tuple[int, Array, Array]]:
     """Yields the queries and keys of each layer.
 
     Args:
       llm: the model.
       tokens: int[B, T], token ids.
+      ahead: True = a layer's queries are made of the input of the layer before (KVSwap, Eq. 1), those of the first
+        layer of its own.
 
     Yields:
       Number of the layer, rotated queries [B, T, H, D] and rotated keys [B, T, K, D].
     """
     length = tokens.shape[1]
     config = llm.config.for_length(length)
+    before: Array | None = None
     for i, layer in enumerate(_read(llm, tokens)):
-        yield i, _queries(config.layers[i], llm.params[f"layers_{i}"], layer.x[:, :length]), layer.key[:, :length]
+        asked = layer.x if before is None or not ahead else before
+        yield i, _queries(config.layers[i], llm.params[f"layers_{i}"], asked[:, :length]), layer.key[:, :length]
+        before = layer.x
 
 
 def _read(llm: LLM, tokens: np.ndarray) -> Iterator[prefill.Activations]:

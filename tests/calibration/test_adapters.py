@@ -1,5 +1,6 @@
 """Adapters against NumPy's SVD of the stacked keys, their files, and what refining them is for."""
 
+import dataclasses
 import errno
 import functools
 import json
@@ -7,14 +8,18 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+import scipy.special
 from tiny import make_params
 
 import kvjax
 from kvjax import _files
 from kvjax.calibration import collect_moments, fit_adapters, refine_adapters
 from kvjax.calibration.collect_moments import layers_of
+from kvjax.calibration.refine_adapters import Objective
 from kvjax.errors import ChecksumMismatch, ConfigError, FormatMismatch, PromptError, ReadFailed, WriteFailed
+from kvjax.inference import blocks
 from kvjax.methods.shared import adapters
 from kvjax.models.config import ModelConfig
 
@@ -127,12 +132,77 @@ def _loss(basis, joint, query, key):
     return refine_adapters.score_loss(basis, joint, *refine_adapters.sample(query, key))
 
 
+OF_SCORES = Objective("scores", ahead=False)
+
+
 @pytest.mark.parametrize("joint", [True, False], ids=["joint", "per_head"])
 def test_refining_lowers_the_score_loss_of_every_layer(llm, moments, joint):
-    fitted = fit_adapters.svd(moments, RATIO, joint)
-    refined = refine_adapters.refine(llm, fitted, [batch for _ in range(10) for batch in ROWS], learning_rate=1e-2)
+    fitted, rows = fit_adapters.svd(moments, RATIO, joint), [batch for _ in range(10) for batch in ROWS]
+    refined = refine_adapters.refine(llm, fitted, rows, learning_rate=1e-2, objective=OF_SCORES)
     assert (losses(llm, refined) < 0.97 * losses(llm, fitted)).all()
     assert (refined.joint, refined.fingerprint) == (fitted.joint, fitted.fingerprint)
+
+
+def held_out_losses(llm, fitted, objective):
+    start = refine_adapters.begin(fitted, optax.sgd(0.0))
+    return refine_adapters.keep_best(llm, start, ROWS, fitted.joint, objective)[1]
+
+
+@pytest.mark.parametrize("joint", [True, False], ids=["joint", "per_head"])
+def test_refining_lowers_the_loss_of_groups_for_the_queries_of_the_layer_before(llm, moments, joint):
+    fitted, rows = fit_adapters.svd(moments, RATIO, joint), [batch for _ in range(10) for batch in ROWS]
+    refined = refine_adapters.refine(llm, fitted, rows, learning_rate=1e-2)
+    assert (held_out_losses(llm, refined, Objective()) < 0.97 * held_out_losses(llm, fitted, Objective())).all()
+
+
+def test_queries_ahead_are_of_the_input_of_the_layer_before(llm):
+    own, ahead = (dict((i, query) for i, query, _ in layers_of(llm, ROWS[0], early)) for early in (False, True))
+    np.testing.assert_array_equal(own[0], ahead[0])
+    assert not np.allclose(own[1], ahead[1])
+    x = blocks.embed(CONFIG, llm.params, ROWS[0])
+    at = np.broadcast_to(np.arange(48, dtype=np.int32), ROWS[0].shape)
+    np.testing.assert_allclose(ahead[1], blocks.queries(CONFIG.layers[1], llm.params["layers_1"], x, at), atol=1e-5)
+
+
+@pytest.mark.parametrize("group", [1, 4, 7])
+def test_the_loss_of_groups_is_that_of_their_summed_attention(group):
+    rng = np.random.default_rng(1)
+    key = rng.normal(size=(2, 18, 2, 8)).astype(np.float32)
+    query = rng.normal(size=(2, 3, 2, 2, 8)).astype(np.float32)
+    basis, at = rng.normal(size=(2, 8, 5)).astype(np.float32), np.array([9, 13, 17], np.int32)
+
+    def mass(scores):
+        scores = np.where(np.arange(18) <= at[:, None], np.asarray(scores, np.float64), -np.inf)
+        weight = scipy.special.softmax(scores, axis=-1).mean((1, 2))
+        return np.stack([weight[..., i : i + group].sum(-1) for i in range(0, 18, group)], axis=-1)
+
+    true = mass(refine_adapters.exact_scores(query, key))
+    predicted = mass(refine_adapters.low_rank_scores(basis, False, query, key))
+    expected = scipy.special.rel_entr(true, predicted).sum(-1).mean()
+    found = refine_adapters.group_loss(jnp.asarray(basis), False, query, key, at, group)
+    np.testing.assert_allclose(found, expected, rtol=1e-3)
+
+
+def test_each_layer_keeps_the_adapter_with_the_least_held_out_loss(llm, moments):
+    """Layer 0 is best before a step that is far too long, layer 1 is given a better one."""
+    fitted, objective = fit_adapters.svd(moments, RATIO), Objective()
+    start = refine_adapters.begin(fitted, optax.sgd(0.0))
+    start, first = refine_adapters.keep_best(llm, start, ROWS, True, objective)
+    good = refine_adapters.refine(llm, fitted, [batch for _ in range(10) for batch in ROWS], 1e-2).layers[1]
+    moved = dataclasses.replace(start, basis=(-9 * start.basis[0] + 1, jnp.asarray(good)))
+    moved, second = refine_adapters.keep_best(llm, moved, ROWS, True, objective)
+    assert second[0] > first[0] and second[1] < first[1]
+    np.testing.assert_array_equal(moved.best[0], fitted.layers[0])
+    np.testing.assert_array_equal(moved.best[1], good)
+    np.testing.assert_allclose(moved.least, [first[0], second[1]], rtol=1e-6)
+    with pytest.raises(PromptError, match="held-out"):
+        refine_adapters.keep_best(llm, moved, iter(()), True, objective)
+
+
+@pytest.mark.parametrize("wrong", [{"loss": "tokens"}, {"group": 0}])
+def test_another_objective_is_refused(unchecked, wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Objective(**wrong)
 
 
 def test_refining_on_nothing_is_refused(llm, moments):

@@ -6,13 +6,14 @@ import pytest
 
 from configs.train_svd import get_config
 from experiments.training import train_svd
+from kvjax.calibration import refine_adapters
 from kvjax.errors import ConfigError
 from kvjax.methods.shared import adapters
 
 
 def make_config(*files, **settings):
     config = get_config("smoke")
-    config.update(kinds=tuple(map(str, files)), length=64, train_batches=1, refine_batches=0, **settings)
+    config.update(kinds=tuple(map(str, files)), length=64, train_batches=1, **{"steps": 0} | settings)
     return config
 
 
@@ -29,7 +30,34 @@ def test_a_file_is_a_kind_of_text(tmp_path):
     assert train_svd.name_of(str(file)) != name, "what was fitted to another text is not taken for it"
 
 
-@pytest.mark.parametrize("change", [{"kept": 65}, {"top": 65}, {"top": 0}, {"documents": 0}])
+def test_a_training_that_was_stopped_goes_on_where_it_was(tmp_path, monkeypatch):
+    """It gives the adapters of one that was not, and a held-out loss that is not larger than before it."""
+    config = make_config("code", steps=5, eval_every=2)
+    train_svd.run(config, str(tmp_path / "whole"))
+    step, steps = refine_adapters.advance, []
+
+    def stopped(*args):
+        steps.append(args)
+        if len(steps) == 4:
+            raise KeyboardInterrupt
+        return step(*args)
+
+    monkeypatch.setattr(refine_adapters, "advance", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        train_svd.run(config, str(tmp_path / "parts"))
+    train_svd.run(config, str(tmp_path / "parts"))
+    assert len(steps) == 4 + 3  # two steps were kept, the third is taken again
+    whole, parts = (adapters.load(tmp_path / part / "adapters" / "code_joint_8_trained") for part in ("whole", "parts"))
+    assert whole == parts
+    curves = [json.loads((tmp_path / part / "adapters" / "code_joint_8_trained_curve.json").read_text())
+              for part in ("whole", "parts")]
+    assert curves[0] == curves[1] and [line["step"] for line in curves[0]] == [0, 2, 4, 5]
+    assert (tmp_path / "parts" / "training.png").exists()
+
+
+@pytest.mark.parametrize("change", [
+    {"kept": 65}, {"top": 65}, {"top": 0}, {"documents": 0}, {"steps": 1}, {"eval_every": 0}, {"loss": "tokens"},
+    {"group": 0}])
 def test_impossible_numbers_are_refused(tmp_path, change):
     (tmp_path / "text.txt").write_text("words")
     config = make_config(tmp_path / "text.txt")
