@@ -142,7 +142,7 @@ def run(llm: kvjax.LLM, tokens: np.ndarray, recoding=PLAIN) -> Pass:
     return Pass(*(np.stack(array) for array in zip(*rows, strict=True)), -np.asarray(chosen[:, 0]))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=0)
 def _layer(config: ModelConfig, recoding, params: PyTree, x: Float[Array, "T E"], layer: Int32[Array, ""]):
     """Returns hidden states, keys before rotation and values of one layer over a text with recoded keys."""
     model, tokens = Block(config), x.shape[0]

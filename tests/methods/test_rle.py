@@ -78,7 +78,7 @@ def heads(run: int):
 @pytest.fixture
 def gathered(monkeypatch):
     """Full attention sums in the same order as where the method has the scores: not by the kernel that makes them."""
-    monkeypatch.setattr(attention, "reads_in_place", lambda dtype: False)
+    monkeypatch.setattr(attention, "reads_in_place", lambda dtype, cap=None: False)
 
 
 def test_without_a_tolerance_no_bit_differs_from_full_attention(gathered):
