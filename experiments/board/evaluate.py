@@ -51,9 +51,11 @@ def accuracy(scores: Sequence[float]) -> dict:
 
 def share_of(scores: Sequence[float], full: Sequence[float]) -> dict:
     """Returns the share of the full cache's score on the same samples that is kept, with the 95 % interval of the mean
-    difference.
+    difference; no share where the full cache scores 0.
     """
     whole = float(np.mean(full))
+    if whole == 0:
+        return {"samples": len(scores)}
     interval = [1 + bound / whole for bound in intervals.paired_bootstrap(scores, full)]
     return {"share_of_full": float(np.mean(scores)) / whole, "share_interval": interval, "samples": len(scores)}
 

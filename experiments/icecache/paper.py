@@ -146,12 +146,14 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
                 rows.append({"store": "memory", "seed": config.seed, **head, **measured()})
                 run.log(**rows[-1])
     run.summary([*rows, *shares(rows), *times.growth(rows, config.growth)])
-    if rows:
-        plots.save(plot(rows), run.path / "icecache.png")
+    figure = plot(rows)
+    if figure is not None:
+        plots.save(figure, run.path / "icecache.png")
 
 
-def plot(rows: list[Row]) -> Figure:
-    """Plots what was measured: passkeys by depth (Figure 6), the tree alone, pages, and times (Figures 7 a and 8)."""
+def plot(rows: list[Row]) -> Figure | None:
+    """Plots what was measured: passkeys by depth (Figure 6), the tree alone, pages, and times (Figures 7 a and 8); None
+    for rows of other parts alone."""
     grid = [row for row in rows if row["part"] == "passkey"]
     tree_rows = [row for row in rows if row["part"] == "dci" and row["built"] == 1]
     alone = [row for row in tree_rows if row["source"] != "real"]
@@ -166,6 +168,8 @@ def plot(rows: list[Row]) -> Figure:
         (second, "context", "pipelined_s", "method", "prompt, tokens", "seconds to the second token"),
         (timed, "context", "token_ms", lambda row: f"{row['method']}, {row['task']}", "context", "ms per token"),
     ) if some]
+    if not shown and not grid:
+        return None
     figure, panels = plots.panels(len(shown) + bool(grid))
     for axes, (some, x, y, by, xlabel, ylabel) in zip(panels, shown, strict=False):
         plots.curves(axes, some, x, y, by)

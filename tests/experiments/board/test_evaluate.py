@@ -56,6 +56,10 @@ def test_what_is_left_of_the_full_score_has_an_interval_of_paired_samples():
     assert 0.95 < low < 1 < high
 
 
+def test_nothing_is_a_share_of_a_score_of_0():
+    assert evaluate.share_of([0.0, 1.0], [0.0, 0.0]) == {"samples": 2}
+
+
 def test_a_score_has_its_difference_to_the_full_cache_on_the_same_samples():
     """Given questions after and within the prompt, each is compared with its own."""
     def answers(method, scores, **other):

@@ -5,6 +5,7 @@ import pytest
 
 from configs.icecache_paper import get_config
 from experiments import common
+from experiments.icecache import paper
 from experiments.icecache import tree as icecache_tree
 
 
@@ -46,3 +47,7 @@ def test_a_tree_of_clusters_grown_from_nothing_finds_what_one_built_at_once_find
         assert all(tree[one] >= at_once[one] - 0.02 for one in RECALLS)
         assert tree["visited_share"] <= at_once["visited_share"] + 0.02
         assert tree["occupancy"] >= at_once["occupancy"] - 0.02
+
+
+def test_rows_of_the_task_suite_alone_have_no_picture():
+    assert paper.plot([{"part": "suite", "task": "all", "method": "quest", "accuracy": 0.5}]) is None
