@@ -26,7 +26,7 @@ class Segments:
 
     @property
     def observer(self) -> Observer | None:
-        """What a run is to call; None without a probe."""
+        """The observer to give a run; None without a probe."""
         return None if self.probe is None else functools.partial(self._see, self.probe)
 
     def _see(self, probe: Probe, step: Step, tokens: np.ndarray) -> None:

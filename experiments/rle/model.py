@@ -15,6 +15,7 @@ import numpy as np
 import kvjax
 from experiments.rle import sorted_runs
 from experiments.rle.autoencoder import Autoencoder
+from kvjax.inference.blocks import sink_logits
 from kvjax.models.config import ModelConfig
 from kvjax.models.transformer import Block, Transformer
 from kvjax.ops import attention, lowbit, rotary, runs
@@ -152,7 +153,7 @@ def _layer(config: ModelConfig, recoding, params: PyTree, x: Float[Array, "T E"]
     q = q.reshape(tokens, config.num_kv_heads, config.group, config.head_dim)
     out = attention.causal(
         q, recoding(config, layer, key), value, jnp.int32(0), _BLOCK, config.window, config.soft_cap,
-        model.apply({"params": params}, method="sink_logits"),
+        sink_logits(config, params),
     )
     x = model.apply({"params": params}, x, out.reshape(tokens, -1, config.head_dim), method="finish")
     return x, key, value

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.errors import PromptError
+from kvjax.inference.blocks import sink_logits
 from kvjax.methods.shared.importance import PAPER_RULE, Importance, gain_of
 from kvjax.models.config import ModelConfig
 from kvjax.models.transformer import Block, Transformer
@@ -71,12 +72,12 @@ def _layer(config: ModelConfig, rule: Importance, params: PyTree, x: Float[Array
     model, tokens = Block(config), x.shape[0]
     q, key, value = model.apply({"params": params}, x, jnp.arange(tokens, dtype=jnp.int32), method="project")
     q = q.reshape(tokens, config.num_kv_heads, config.group, config.head_dim)
-    sink_logits = model.apply({"params": params}, method="sink_logits")
+    learned = sink_logits(config, params)
 
     def block(start):
         position = start + jnp.arange(rule.block, dtype=jnp.int32)
         rows = jax.lax.dynamic_slice_in_dim(q, start, rule.block)
-        weight = attention_rows(rows, key, position, config.window, config.soft_cap, sink_logits)
+        weight = attention_rows(rows, key, position, config.window, config.soft_cap, learned)
         out = jnp.einsum("kgct,tkd->ckgd", weight, value).reshape(rule.block, -1, config.head_dim)
         rows = jax.lax.dynamic_slice_in_dim(x, start, rule.block)
         after = model.apply({"params": params}, rows, out, method="finish")

@@ -35,7 +35,7 @@ _NO_MASS = 1e-9  # added to the mass of a group before its logarithm is taken
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """What the training lowers.
+    """The loss that the training lowers.
 
     Attributes:
       loss: one of LOSSES.

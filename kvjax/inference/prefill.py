@@ -17,7 +17,7 @@ from kvjax.cache.read import choose
 from kvjax.cache.state import LayerState
 from kvjax.errors import PromptError
 from kvjax.inference import layer_offload, progress
-from kvjax.inference.blocks import embed, unembed
+from kvjax.inference.blocks import embed, sink_logits, unembed
 from kvjax.inference.plan import Plan, Slots, State, on_store, outline, slot_pool
 from kvjax.models.config import ModelConfig
 from kvjax.models.transformer import Block
@@ -234,11 +234,11 @@ def _read_layer(config, size, params, x):
     def one(x):
         q, key, value = block.apply({"params": params}, x, jnp.arange(length, dtype=jnp.int32), method="project")
         q = q.reshape(length, config.num_kv_heads, config.group, config.head_dim)
-        sink_logits = block.apply({"params": params}, method="sink_logits")
+        learned = sink_logits(config, params)
 
         def chunk(start):
             part = jax.lax.dynamic_slice_in_dim(q, start, size)
-            out = attention.causal(part, key, value, start, size, config.window, config.soft_cap, sink_logits)
+            out = attention.causal(part, key, value, start, size, config.window, config.soft_cap, learned)
             rows = jax.lax.dynamic_slice_in_dim(x, start, size)
             return block.apply({"params": params}, rows, out.reshape(size, -1, config.head_dim), method="finish")
 
