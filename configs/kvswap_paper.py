@@ -4,6 +4,7 @@
 
     budget      needles in 8,192 tokens with about 1/13 (relaxed) and 1/34 (tight) of the full cache's bytes in memory
     accuracy    needles and loss with 1/8 (relaxed) and 1/32 (tight) of the keys' numbers (Table 2); the default
+    adapters    needles and loss with the adapters beside the model, and with each prompt's own keys decomposed
     depths      needles at depths from 0 to 1 of 2,048 to 8,192 tokens, `budget`'s tight settings (Figure 9); depths.png
     reasoning   questions over several documents (Table 3) from LongBench's files, for a model that can answer them:
                 `--config.model=DIR --config.tasks="('longbench:DIR/hotpotqa.jsonl',)"`
@@ -28,8 +29,8 @@
     smoke       finishes within a minute
 
 FlexGen is the full cache, all of it read in every step. InfiniGen* scores all heads together; "+ru" keeps groups for
-later steps. Resident bytes are in every row. Adapters of `configs/train_svd.py` are used with `"adapters": DIR` among a
-method's settings; otherwise each prompt's own keys are decomposed.
+later steps. Resident bytes are in every row. KVSwap takes the adapters beside the model, where there are some of its
+sigma; with `"adapters": "prompt"` among its settings it decomposes each prompt's own keys.
 
 Made-up keys and random weights do not select as real text does. Timed methods that predict attention therefore replay
 the reference model's selections on held-out text, at the same share of tokens (`"replay": True`,
@@ -73,7 +74,8 @@ def _compared(sigma: int, suffix: str, budget: int) -> tuple[dict, ...]:
 
 
 def get_config(preset: str = "accuracy") -> ml_collections.ConfigDict:
-    makers = {"budget": _budget, "accuracy": _accuracy, "depths": _depths, "reasoning": _reasoning, "rolling": _rolling,
+    makers = {"budget": _budget, "accuracy": _accuracy, "adapters": _adapters, "depths": _depths,
+              "reasoning": _reasoning, "rolling": _rolling,
               "entries": _entries, "sizes": _sizes, "throughput": _throughput, "batches": _batches, "heads": _heads,
               "models": _models, "best": _best, "groups": _groups, "selected": _selected, "rates": _rates,
               "breakdown": _breakdown, "pretrained": _pretrained, "gains": _gains, "reuse": _reuse_rates,
@@ -113,6 +115,15 @@ def _accuracy():
         ("G=0", {"group": 1, "shared": False}),
     ))
     return _evaluate(({"name": "full"}, *_compared(8, "", 128), *_compared(32, "-t", 128), *variants))
+
+
+def _adapters():
+    """Compares the adapters beside the model with each prompt's own, at the memory and budget of `accuracy`."""
+    kvswap = {"name": "kvswap", "budget": 128, "sigma": 8}
+    return _evaluate(
+        ({"name": "full"}, {**kvswap, "label": "kvswap"}, {**kvswap, "label": "prompt", "adapters": "prompt"}),
+        tasks=("passkey", "needle", "needle_of_4", "perplexity"), samples=64,
+    )
 
 
 def _relaxed() -> tuple[dict, ...]:

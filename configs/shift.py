@@ -31,7 +31,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.steps = 48  # measured at each checkpoint
     config.recall_k = 16
     config.method = {"budget": 128, "window": 16, "cluster": 16}
-    kvswap = {"name": "kvswap", "sigma": 4}
+    kvswap = {"name": "kvswap", "sigma": 4, "adapters": "prompt"}
     config.structures = {
         "adaptive": {"name": "dynakv"}, "static": {"name": "dynakv", "update": "static"},
         "local": {"name": "dynakv", "update": "local"},

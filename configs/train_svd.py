@@ -2,9 +2,14 @@
 
     python -m experiments.main --config=configs/train_svd.py --workdir=runs/train_svd
 
-Writes adapters to WORKDIR/adapters/KIND_joint_RATIO (and `_trained`), for `kvjax.KVSwap(adapters=DIR)`, and the curves
-of the training to training.png. It can be stopped, and goes on when it is started again. For text of your own give
-files as kinds, `--config.kinds="('FILE.txt',)"`; KIND is then FILE_HASH. Preset `:smoke` finishes within a minute.
+Writes adapters to WORKDIR/adapters/KIND_joint_RATIO.safetensors (and `_trained`), for `kvjax.KVSwap(adapters=FILE)`,
+and the curves of the training to training.png. It can be stopped, and goes on when it is started again. For text of
+your own give files as kinds, `--config.kinds="('FILE.txt',)"`; KIND is then FILE_HASH. Preset `:beside` trains on code,
+prose and repeated facts alike, and puts the adapters beside the model, where `kvjax.KVSwap()` finds them:
+
+    python -m experiments.main --config=configs/train_svd.py:beside --config.model=MODEL --workdir=runs/adapters
+
+Preset `:smoke` finishes within a minute.
 """
 
 import ml_collections
@@ -15,9 +20,11 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.experiment = "training.train_svd"
     config.seed = 0
     config.model = ""  # empty: the reference model
-    config.kinds = ("code", "prose")  # also "needles": code with repeated facts, which retrieval needs
+    config.kinds = ("code", "prose")  # also "needles", code with repeated facts, and "mixed", one of these at a time
     config.ratios = (4, 8, 16, 32)  # sigma = H_k d / r; those of configs/tune.py
     config.forms = ("joint", "per_head")
+    config.by_layer = False  # True = layers share the dimensions by their singular values
+    config.beside = False  # True = write what was trained (or fitted, with steps=0) beside the model
     config.length = 1024  # tokens of a row; rotated keys depend on it, so it should be the context to come
     config.batch = 2
     config.train_batches = 40
@@ -36,6 +43,8 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     if preset == "smoke":
         config.update(kinds=("code", "prose"), ratios=(8,), forms=("joint",), length=128, train_batches=3,
                       steps=4, warmup_steps=1, eval_every=2, held_out_batches=1, test_batches=1, documents=4, kept=16)
+    elif preset == "beside":
+        config.update(kinds=("mixed",), ratios=(2, 4, 8, 16, 32), length=2048, beside=True)
     elif preset != "default":
-        raise ValueError(f"unknown preset {preset!r}; use default or smoke")
+        raise ValueError(f"unknown preset {preset!r}; use default, beside or smoke")
     return config

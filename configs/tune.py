@@ -36,7 +36,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.checked = ((1, 32768), (8, 8192))  # pairs of batch and context for which both are decoded
     config.steps = 6  # tokens of a round
     config.rounds = 12  # rounds of either
-    config.adapters = ""  # a directory of configs/train_svd.py; empty: each prompt's own SVD
+    config.adapters = ""  # WORKDIR/adapters of configs/train_svd.py; empty: those beside the model
     config.adapted = "code_joint"  # which of its adapters
     if preset == "smoke":
         config.update(model="reference", store="host", max_mib=8, batches=(1,), contexts=(1024,), selected=32,

@@ -293,7 +293,7 @@ def check_model(llm: kvjax.LLM, entries: Sequence[Mapping[str, Any]]) -> None:
     long run starts."""
     for settings in entries:
         try:
-            make_method(settings, NOT_FIELDS).check_model(llm.identity)
+            llm.with_fitted(make_method(settings, NOT_FIELDS))
         except FormatMismatch as cause:
             raise ConfigError(f"{label_of(settings)}: {cause}; or leave it out of config.methods") from cause
 

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import os
+import pathlib
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -88,11 +89,13 @@ class LLM:
       params: weights.
       tokenizer: tokenizer; None = the model takes token ids only.
       tuning: choice of method, slots and type when `prefill` is given none; None = full attention.
+      folder: where files that were fitted to the model are looked for, such as KVSwap's adapters: `DIR/kvjax` of a
+        model directory, `FILE.kvjax` of a GGUF file; None = nowhere.
     """
 
     def __init__(
         self, config: ModelConfig, params: PyTree, tokenizer: TextTokenizer | None = None,
-        tuning: PrefillDefaults | None = None,
+        tuning: PrefillDefaults | None = None, folder: pathlib.Path | None = None,
     ):
         """Initialises the model; see the class for the arguments.
 
@@ -101,7 +104,7 @@ class LLM:
           FormatMismatch: `tuning` was made for another model.
         """
         check_tuning(tuning)
-        self.config, self.params, self.tokenizer, self.tuning = config, params, tokenizer, tuning
+        self.config, self.params, self.tokenizer, self.tuning, self.folder = config, params, tokenizer, tuning, folder
         if tuning is not None and tuning.fingerprint != self.identity:
             raise FormatMismatch(f"the tuning is for the model {tuning.fingerprint!r}, not for {self.identity!r}; "
                                  "run configs/tune.py with this model")
@@ -270,7 +273,7 @@ class LLM:
             capacity = self._usual_capacity(longest) if grows or by_length else ENDLESS
         if method is None:
             method, slots, dtype = self._default(batch, capacity, store, slots, dtype)
-        method.check_model(self.identity)
+        method = self.with_fitted(method)
         plan = make_plan(self.config, method, batch, capacity, "float32" if dtype is None else dtype)
         if longest > plan.capacity:
             raise PromptError(f"the prompt has {longest} tokens but capacity={plan.capacity}; raise the capacity")
@@ -287,6 +290,19 @@ class LLM:
             check(plan, prompts.chunk)
         check_plan(plan, store is not None, slots or Slots())
         return plan, slots, prompts
+
+    def with_fitted(self, method: Method) -> Method:
+        """Returns a method with what was fitted to this model and lies beside it (`Method.for_model`).
+
+        Raises:
+          FormatMismatch: the method was given something that was fitted to another model.
+          ReadFailed, ChecksumMismatch: a file beside the model is damaged.
+        """
+        method.check_model(self.identity)
+        if self.folder is None:
+            return method
+        config = self.config
+        return method.for_model(self.folder, self.identity, (config.num_layers, config.num_kv_heads, config.head_dim))
 
     def _created(self, plan: Plan, store: Store, prompts: "_Prompts") -> Branch:
         """Creates a branch with room for the prompts; raises StoreError."""
@@ -663,9 +679,12 @@ def load(
     """
     kind = _float_type(dtype)
     check_kind(weights)
-    if os.path.isfile(os.path.expanduser(path)):  # False for a name that the system refuses
+    place = pathlib.Path(path).expanduser()
+    if os.path.isfile(place):  # False for a name that the system refuses
         stored, tokenizer = gguf.find(path)
+        folder = place.with_name(f"{place.name}.kvjax")
     else:
+        folder = place / "kvjax"
         config = hf_config.read_config(path)
         tokenizer = TextTokenizer.from_directory(path)
         stored = checkpoint.find(path, config)
@@ -674,7 +693,7 @@ def load(
                           "leave it out, or take dtype='bfloat16'")
     with progress.shown("loading", len(stored.parts), "tensors") as bar:
         params = stored.read(kind, bar.update, weights)
-    return LLM(stored.config, params, tokenizer, tuning)
+    return LLM(stored.config, params, tokenizer, tuning, folder)
 
 
 def _float_type(dtype) -> jnp.dtype:

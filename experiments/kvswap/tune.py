@@ -45,11 +45,11 @@ def sample_text(llm: kvjax.LLM, count: int, seed: int) -> list[int]:
 
 
 def found_adapters(config: ml_collections.ConfigDict) -> dict[int, str]:
-    """Returns the directory of the adapters of each sigma; raises ConfigError if one is missing."""
+    """Returns the file of the adapters of each sigma; raises ConfigError if one is missing."""
     if not config.adapters:
         return {}
-    paths = {sigma: pathlib.Path(config.adapters) / f"{config.adapted}_{sigma}" for sigma in config.sigmas}
-    missing = [str(path) for path in paths.values() if not path.is_dir()]
+    paths = {sigma: pathlib.Path(config.adapters) / f"{config.adapted}_{sigma}.safetensors" for sigma in config.sigmas}
+    missing = [str(path) for path in paths.values() if not path.is_file()]
     if missing:
         raise ConfigError(f"no adapters at {', '.join(missing)}; fit them with configs/train_svd.py --config.ratios="
                           f"{tuple(config.sigmas)}")

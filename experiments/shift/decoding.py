@@ -28,7 +28,7 @@ def settings_of(strategy: str, config: ml_collections.ConfigDict, adapters: str 
     Args:
       strategy: a key of `config.structures`, or "full".
       config: the study's; `config.method` has settings that all methods share which have them.
-      adapters: directory of fitted adapters, for strategies that use some; empty = none yet.
+      adapters: file of fitted adapters, for strategies that use some; empty = none yet.
     """
     if strategy == "full":
         return {"name": "full"}

@@ -68,7 +68,7 @@ def run_strategy(
       tokens: int[B, T], the texts.
       config: the study's.
       keep: called with each window and the plan.
-      adapters: directory of fitted adapters.
+      adapters: file of fitted adapters.
       dense: outputs of dense attention over the same tokens (`dense_outputs`); None = computed from what was decoded.
     """
     decoding, starts = Decoding(llm, strategy, tokens, mode, config, adapters), window_starts(config)
@@ -114,20 +114,20 @@ def _summary(task: str, method: str, decoded: int, texts: dict[Text, dict], firs
     return dict(sorted(summary.items()))
 
 
-def fitted_adapters(llm: kvjax.LLM, config, directory: pathlib.Path) -> str:
-    """Returns the directory of the adapters for strategies that take fitted ones; fits them to texts of training if
+def fitted_adapters(llm: kvjax.LLM, config, path: pathlib.Path) -> str:
+    """Returns the file of the adapters for strategies that take fitted ones; fits them to texts of training if
     there are none."""
     if all(config.structures[strategy].get("adapters") != FITTED for strategy in config.strategies):
         return ""
-    if not directory.exists():
+    if not path.exists():
         rows = (
             batch for i, kind in enumerate(config.fit.kinds)
             for batch in train_svd.batches(train_svd.rows_of(llm, kind, False, config.fit), config.fit.batches,
                                            config.fit, i)
         )
         logging.info("fitting adapters to %s", ", ".join(config.fit.kinds))
-        fit_adapters.svd(collect_moments.key_moments(llm, rows), config.fit.ratio).save(directory)
-    return str(directory)
+        fit_adapters.svd(collect_moments.key_moments(llm, rows), config.fit.ratio).save(path)
+    return str(path)
 
 
 def check(config) -> None:
@@ -173,7 +173,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     check(config)
     llm, run = common.load_model(config.model, config.dtype), Run(config, workdir, ("modes", "strategies"))
     check_fit(llm.config, config)
-    adapters, texts = fitted_adapters(llm, config, run.path / "adapters"), Texts(llm, config.seed)
+    adapters, texts = fitted_adapters(llm, config, run.path / "adapters.safetensors"), Texts(llm, config.seed)
     directory = run.path / "windows"
     directory.mkdir(exist_ok=True)
     rows = run.logged()

@@ -183,6 +183,9 @@ class Replay(Method):
         block = self.recording.block + self.recording.width * np.arange(texts, dtype=np.int32)[:, None, None]
         return np.stack([block[:, :, t, :, r] for r in range(ranks) for t in range(texts) if r < share[t]], axis=-1)
 
+    def for_model(self, folder, fingerprint, keys):
+        return dataclasses.replace(self, inner=self.inner.for_model(folder, fingerprint, keys))
+
     def check_model(self, fingerprint):
         self.inner.check_model(fingerprint)
 

@@ -40,10 +40,10 @@ from kvjax.calibration import collect_moments, fit_adapters, refine_adapters
 from kvjax.calibration.refine_adapters import Objective
 from kvjax.errors import ConfigError
 from kvjax.eval.tasks import corpus, needles
-from kvjax.methods.shared.adapters import Adapters, load
+from kvjax.methods.shared.adapters import Adapters, beside, load
 
 _MEASURES = ("reconstruction_error", "score_error", "divergence", "recall", "attention_mass")
-KINDS, FORMS = ("code", "prose", "needles"), ("joint", "per_head")
+KINDS, FORMS = ("code", "prose", "needles", "mixed"), ("joint", "per_head")
 Draw = Callable[[np.random.Generator], list[int]]  # a row of tokens
 
 
@@ -74,10 +74,13 @@ def own_rows(llm: kvjax.LLM, path: str, held_out: bool, config) -> Draw:
 
 
 def rows_of(llm: kvjax.LLM, kind: str, held_out: bool, config) -> Draw:
-    """Returns a function that draws rows of library files, of their docstrings, of files with repeated facts, or of a
-    user's file."""
+    """Returns a function that draws rows of library files, of their docstrings, of files with repeated facts, of one of
+    these at a time, or of a user's file."""
     if kind not in KINDS:
         return own_rows(llm, kind, held_out, config)
+    if kind == "mixed":
+        draws = [rows_of(llm, each, held_out, config) for each in KINDS if each != "mixed"]
+        return lambda rng: draws[rng.integers(len(draws))](rng)
     texts = corpus.stdlib_documents(held_out)[: config.documents]
     text = "\n".join(docstrings(texts) if kind == "prose" else texts)
     stream = np.asarray(llm.encode(text, start=False))
@@ -99,16 +102,17 @@ def fits(llm: kvjax.LLM, kind: str, config, directory) -> Iterator[tuple[str, in
     moments = None
     for form in config.forms:
         for ratio in config.ratios:
-            path = directory / f"{name_of(kind)}_{form}_{ratio}"
+            name = f"{name_of(kind)}_{form}_{ratio}"
+            path = directory / f"{name}.safetensors"
             if not path.exists():
                 moments = moments or collect_moments.key_moments(llm, batches(draw, config.train_batches, config, 1))
-                fit_adapters.svd(moments, ratio, form == "joint").save(path)
+                fit_adapters.svd(moments, ratio, form == "joint", config.by_layer).save(path)
             yield form, ratio, load(path)
             if config.steps:
-                trained = directory / f"{path.name}_trained"
+                trained = directory / f"{name}_trained.safetensors"
                 if not trained.exists():
                     held_out = list(batches(rows_of(llm, kind, True, config), config.held_out_batches, config, 4))
-                    train(llm, load(path), trained, draw, held_out, config).save(trained)
+                    train(llm, load(path), trained.with_suffix(""), draw, held_out, config).save(trained)
                 yield f"{form}_trained", ratio, load(trained)
 
 
@@ -118,7 +122,7 @@ def train(llm: kvjax.LLM, start: Adapters, path: pathlib.Path, draw: Draw, held_
     Args:
       llm: the model.
       start: the first adapters.
-      path: where the trained ones will be; steps are kept beside it, and the loss curve in PATH_curve.json.
+      path: steps are kept in PATH_steps, and the loss curve in PATH_curve.json.
       draw: function that draws a row of training text.
       held_out: batches of held-out text, by which each layer chooses.
       config: the experiment's.
@@ -211,7 +215,11 @@ def check(config) -> None:
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Fits on every kind of text and measures on every kind."""
     check(config)
-    llm, run = common.load_model(config.model), Run(config, workdir, ("kinds", "ratios", "forms"))
+    llm = common.load_model(config.model)
+    if config.beside and (llm.folder is None or len(config.kinds) > 1):
+        raise ConfigError("adapters are put beside a model that was loaded from files, one for each form and ratio; "
+                          "give --config.model=PATH and one kind of text")
+    run = Run(config, workdir, ("kinds", "ratios", "forms"))
     tests = {
         name_of(kind): list(batches(rows_of(llm, kind, True, config), config.test_batches, config, 3))
         for kind in config.kinds
@@ -224,8 +232,10 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
             for task, rows in tests.items():
                 if (form, ratio, name, task) not in done:
                     measured = measure(llm, fitted, rows, moments(task), config)
-                    run.log(method=form, ratio=ratio, rank=fitted.rank, fitted_on=name, task=task,
+                    run.log(method=form, ratio=ratio, ranks=fitted.ranks, fitted_on=name, task=task,
                             context=config.length, seed=config.seed, **measured)
+            if config.beside and form.endswith("_trained") == bool(config.steps):
+                fitted.save(beside(llm.folder, fitted.joint, ratio))
     run.summary(run.logged())
     plots.save(plot(run.logged()), run.path / "adapters.png")
     curves = {file.name.removesuffix("_trained_curve.json"): json.loads(file.read_text())

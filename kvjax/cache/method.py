@@ -26,6 +26,7 @@ the cache as it was.
 import abc
 import dataclasses
 import inspect
+import pathlib
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, get_args
 
@@ -240,6 +241,20 @@ class Method(abc.ABC):
     def least_prompt(self, spec: Spec) -> int:
         """Returns how many tokens a prompt must have between sinks and window to learn from; 0 = none."""
         return 0
+
+    def for_model(self, folder: pathlib.Path, fingerprint: str, keys: tuple[int, int, int]) -> "Method":
+        """Returns the method with what was fitted to a model beforehand and was found beside it.
+
+        Args:
+          folder: where such files are, if there are any (`kvjax.LLM.folder`).
+          fingerprint: the model's identity (`kvjax.LLM.identity`).
+          keys: its numbers of layers, of KV heads, and of a key's dimensions.
+        """
+        return self
+
+    def as_saved(self) -> "Method":
+        """Returns the method as saved caches describe it: without what `for_model` found."""
+        return self
 
     def check_model(self, fingerprint: str) -> None:
         """Raises FormatMismatch if what was fitted beforehand was fitted to a model of another fingerprint."""

@@ -12,7 +12,7 @@ from kvjax.errors import ConfigError
 from kvjax.methods.shared.adapters import Adapters
 
 
-def svd(moments: Moments, ratio: int, joint: bool = True) -> Adapters:
+def svd(moments: Moments, ratio: int, joint: bool = True, by_layer: bool = False) -> Adapters:
     """Returns the orthonormal adapters that reconstruct keys best, at r = H_k d / sigma.
 
     Args:
@@ -20,6 +20,8 @@ def svd(moments: Moments, ratio: int, joint: bool = True) -> Adapters:
       ratio: sigma, how many times fewer numbers are stored per token.
       joint: whether one adapter covers the keys of all heads (the paper's choice); if not, each head has its own
         d / sigma dimensions, which gives the same total of numbers.
+      by_layer: whether layers share the total of dimensions by what the next one would keep of their keys, relative to
+        the layer's own (not in the paper); if not, all have the same number.
 
     Raises:
       ConfigError: the ratio is no positive integer, or leaves no dimension.
@@ -28,18 +30,28 @@ def svd(moments: Moments, ratio: int, joint: bool = True) -> Adapters:
     size = width if joint else width // moments.heads
     if not _validate.whole(ratio, 1) or ratio > size:
         raise ConfigError(f"ratio={ratio!r} must be an integer from 1 to {size}, the number of dimensions")
-    rank = size // ratio
+    decomposed = [[np.linalg.eigh(block) for block in ([gram] if joint else _own_blocks(gram, moments.heads))]
+                  for gram in moments.gram]
+    ranks = [size // ratio] * len(decomposed)
+    if by_layer:
+        energy = np.stack([np.sum([values[::-1] for values, _ in blocks], axis=0) for blocks in decomposed])
+        ranks = _shared_out(energy / energy.sum(1, keepdims=True), sum(ranks))
     layers = []
-    for gram in moments.gram:
-        blocks = [gram] if joint else _own_blocks(gram, moments.heads)
-        leading = np.concatenate([_leading(block, rank) for block in blocks])
+    for rank, blocks in zip(ranks, decomposed, strict=True):
+        leading = np.concatenate([vectors[:, ::-1][:, :rank] for _, vectors in blocks])
         layers.append(leading.reshape(moments.heads, -1, rank))
     return Adapters(layers, joint, moments.fingerprint)
 
 
-def _leading(gram: np.ndarray, rank: int) -> np.ndarray:
-    """Returns the `rank` leading eigenvectors as columns, the largest eigenvalue first."""
-    return np.linalg.eigh(gram)[1][:, ::-1][:, :rank]
+def _shared_out(energy: np.ndarray, total: int) -> list[int]:
+    """Returns how many dimensions each layer gets of `total`, at least one each.
+
+    Args:
+      energy: share of a layer's energy in each of its dimensions [L, N], the largest first.
+      total: dimensions of all layers.
+    """
+    best = np.argsort(-energy[:, 1:], axis=None, kind="stable")[: total - len(energy)]
+    return (1 + np.bincount(best // (energy.shape[1] - 1), minlength=len(energy))).tolist()
 
 
 def _own_blocks(gram: np.ndarray, heads: int) -> list[np.ndarray]:

@@ -528,7 +528,7 @@ def _as_saved(
 
 def _describe(method: Method) -> tuple[str, dict[str, Any]]:
     """Returns the name of a method and its settings as JSON holds them."""
-    kind = type(method)
+    kind, method = type(method), method.as_saved()
     settings = json.loads(json.dumps(dataclasses.asdict(method), default=_plain))
     for name in kind.files:  # made absolute, so that they are found from any working directory
         if isinstance(settings[name], str) and settings[name]:

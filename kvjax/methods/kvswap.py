@@ -18,26 +18,33 @@ Choices the paper leaves open:
     that is being filled counts among the groups that the budget allows, so the last selected group may be attended in
     part.
 
-Adapters are fitted beforehand (`configs/train_svd.py`). Without adapters, each prompt's own keys are decomposed at
-prefill, as in ShadowKV, at the cost of an eigendecomposition of K D x K D numbers per layer and sequence. If there are
-fewer than r tokens between sinks and window, they give as many directions as there are tokens, and the remaining
-directions are random. A prompt that is read in chunks takes its directions from the first chunk.
+Adapters are fitted beforehand and lie beside the model (`configs/train_svd.py:beside`), as both reference models have
+them. Where there are none, each prompt's own keys are decomposed at prefill, as in ShadowKV, at the cost of an
+eigendecomposition of K D x K D numbers per layer and sequence. If there are fewer than r tokens between sinks and
+window, they give as many directions as there are tokens, and the remaining directions are random. A prompt that is read
+in chunks takes its directions from the first chunk.
 
 Resident: r numbers per token, K D r of the adapter. Cost per step: r products per token and query head.
 """
 
 import dataclasses
+import functools
+import logging
 import os
+import time
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 
 from kvjax.errors import ConfigError
-from kvjax.methods.shared.adapters import Adapters, load
+from kvjax.methods.shared.adapters import Adapters, FoundAdapters, beside, load
 from kvjax.methods.shared.fitted import read_once
 from kvjax.methods.shared.lowrank import LowRankMethod, leading_directions, unknown_directions
 
+OWN_KEYS = "prompt"  # `adapters` of each prompt's own keys
 _SIGMA = 8
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +52,10 @@ class KVSwap(LowRankMethod):
     """A cache of token groups, selected by scores from a low-rank K cache.
 
     Attributes:
-      adapters: the model's adapters, or the directory that `Adapters.save` wrote; None = an SVD of each prompt's own
-        keys.
-      sigma: compression ratio H_k d / r of that SVD; None = 8, or the ratio of the given adapters.
-      per_head: whether that SVD is computed for each KV head (the paper's per-head compression); given adapters decide
+      adapters: the model's adapters, or the file that `Adapters.save` wrote; "prompt" = an SVD of each prompt's own
+        keys; None = those that lie beside the model, or that SVD if there are none, which is logged.
+      sigma: compression ratio H_k d / r; None = 8, or the ratio of the given adapters.
+      per_head: whether each KV head is compressed by itself (the paper's per-head compression); given adapters decide
         this themselves.
 
     Raises:
@@ -77,12 +84,29 @@ class KVSwap(LowRankMethod):
 
     @property
     def fitted(self) -> Adapters | None:
-        """The adapters as a value, loaded if a directory was given; None if there are none."""
-        return self.adapters if isinstance(self.adapters, Adapters | None) else _loaded(os.fspath(self.adapters))
+        """The adapters as a value, loaded if a file was given; None if there are none."""
+        if isinstance(self.adapters, Adapters | None) or self.adapters == OWN_KEYS:
+            return self.adapters if isinstance(self.adapters, Adapters) else None
+        return _loaded(os.fspath(self.adapters))
 
     @property
     def joint(self) -> bool:
         return not self.per_head if self.fitted is None else self.fitted.joint
+
+    def for_model(self, folder, fingerprint, keys):
+        if self.adapters is not None:
+            return self
+        layers, heads, size = keys
+        path = beside(folder, self.joint, self.sigma or _SIGMA)
+        found = _loaded(os.fspath(path)) if path.exists() else None
+        if found is not None and found.fingerprint == fingerprint:
+            return dataclasses.replace(self, adapters=FoundAdapters(found.layers, found.joint, found.fingerprint))
+        why = f"there is no {path}" if found is None else f"{path} was fitted to this model with other weights"
+        _say_online(why, layers, heads * size if self.joint else size)
+        return self
+
+    def as_saved(self):
+        return dataclasses.replace(self, adapters=None) if isinstance(self.adapters, FoundAdapters) else self
 
     def check_model(self, fingerprint):
         if self.fitted is not None:
@@ -120,3 +144,23 @@ class KVSwap(LowRankMethod):
 
 
 _loaded = read_once(load)
+
+
+@functools.cache
+def _say_online(why: str, layers: int, size: int) -> None:
+    """Logs, once for each reason, that each prompt's own keys are decomposed, and what that takes on this machine.
+
+    Args:
+      why: why there are no adapters.
+      layers: number of layers.
+      size: dimensions that are decomposed together.
+    """
+    rows = jnp.zeros((1, 1, size), jnp.float32)
+    decompose = jax.jit(functools.partial(leading_directions, rank=1, joint=True))
+    jax.block_until_ready(decompose(rows, jnp.zeros(1, bool)))
+    begin = time.perf_counter()
+    jax.block_until_ready(decompose(rows, jnp.zeros(1, bool)))
+    seconds = time.perf_counter() - begin
+    _log.warning("kvswap decomposes the keys of each prompt, about %.2g s for each of %d layers, as %s; fit adapters "
+                 "to this model (configs/train_svd.py:beside), or give adapters='prompt' to leave it so",
+                 seconds, layers, why)

@@ -3,7 +3,6 @@
 import dataclasses
 import errno
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,8 @@ import numpy as np
 import optax
 import pytest
 import scipy.special
+from safetensors import safe_open
+from safetensors.numpy import save_file
 from tiny import make_params
 
 import kvjax
@@ -64,7 +65,8 @@ def test_joint_adapters_are_numpys_right_singular_vectors_up_to_sign(moments, st
     for basis, keys in zip(fitted.layers, stacked, strict=True):
         flat = keys.reshape(len(keys), -1)
         expected = np.linalg.svd(flat, full_matrices=False)[2][: flat.shape[1] // RATIO].T
-        np.testing.assert_allclose(np.abs(expected.T @ basis.reshape(expected.shape)), np.eye(fitted.rank), atol=1e-3)
+        found = basis.reshape(expected.shape)
+        np.testing.assert_allclose(np.abs(expected.T @ found), np.eye(fitted.ranks[0]), atol=1e-3)
 
 
 def test_adapters_of_each_head_are_numpys_right_singular_vectors_up_to_sign(moments, stacked):
@@ -72,7 +74,7 @@ def test_adapters_of_each_head_are_numpys_right_singular_vectors_up_to_sign(mome
     for basis, keys in zip(fitted.layers, stacked, strict=True):
         for head in range(CONFIG.num_kv_heads):
             expected = np.linalg.svd(keys[:, head], full_matrices=False)[2][: CONFIG.head_dim // RATIO].T
-            np.testing.assert_allclose(np.abs(expected.T @ basis[head]), np.eye(fitted.rank), atol=1e-3)
+            np.testing.assert_allclose(np.abs(expected.T @ basis[head]), np.eye(fitted.ranks[0]), atol=1e-3)
 
 
 @pytest.mark.parametrize("ratio", [2, 4, 8])
@@ -81,7 +83,7 @@ def test_no_adapters_of_this_rank_reconstruct_keys_better(moments, stacked, join
     fitted = fit_adapters.svd(moments, ratio, joint)
     for error, keys in zip(fit_adapters.reconstruction_error(moments, fitted), stacked, strict=True):
         parts = [keys.reshape(len(keys), -1)] if joint else list(keys.swapaxes(0, 1))
-        lost, total = np.sum([best_possible(part, fitted.rank) for part in parts], axis=0)
+        lost, total = np.sum([best_possible(part, fitted.ranks[0]) for part in parts], axis=0)
         assert abs(error - lost / total) < 1e-4
 
 
@@ -101,7 +103,21 @@ def test_the_error_of_any_other_adapters_is_that_of_the_reconstructed_keys(momen
 def test_ratio_says_how_many_numbers_are_kept(moments):
     for joint in (True, False):
         assert fit_adapters.svd(moments, RATIO, joint).ratio == RATIO
-    assert fit_adapters.svd(moments, 4).rank == 2 * fit_adapters.svd(moments, 4, joint=False).rank
+    assert fit_adapters.svd(moments, 4).ranks == (4, 4) and fit_adapters.svd(moments, 4, joint=False).ranks == (2, 2)
+
+
+@pytest.mark.parametrize("joint", [True, False], ids=["joint", "per_head"])
+def test_layers_that_share_the_dimensions_lose_least_of_the_mean_energy(moments, joint):
+    """Given that no other way to share them loses less, and that the total is the same."""
+    shared = fit_adapters.svd(moments, RATIO, joint, by_layer=True)
+    even = fit_adapters.svd(moments, RATIO, joint)
+    assert sum(shared.ranks) == sum(even.ranks) and shared.has_ratio(RATIO) and shared.ratio == RATIO
+    ways = {}
+    for first in range(1, sum(even.ranks)):
+        pair = first, sum(even.ranks) - first
+        fits = [fit_adapters.svd(moments, 1, joint).layers[i][..., :rank] for i, rank in enumerate(pair)]
+        ways[pair] = sum(fit_adapters.reconstruction_error(moments, adapters.Adapters(fits, joint, "")))
+    assert ways[shared.ranks] == min(ways.values())
 
 
 @pytest.mark.parametrize(("ratio", "joint"), [(0, True), (17, True), (9, False)])
@@ -221,22 +237,25 @@ def test_adapters_that_keep_everything_lose_nothing(llm, moments, joint):
 
 def test_what_is_loaded_is_what_was_saved(moments, tmp_path):
     fitted = fit_adapters.svd(moments, RATIO)
+    fitted.save(tmp_path / "new" / "a")
     fitted.save(tmp_path / "a")
     found = adapters.load(tmp_path / "a")
-    assert found == fitted and hash(found) == hash(fitted)
+    assert found == adapters.load(tmp_path / "new" / "a") == fitted and hash(found) == hash(fitted)
     assert found != fit_adapters.svd(moments, RATIO, joint=False)
     fit_adapters.svd(moments, 8).save(tmp_path / "a")
-    assert adapters.load(tmp_path / "a").rank == fitted.rank // 2 and [one.name for one in tmp_path.iterdir()] == ["a"]
+    assert adapters.load(tmp_path / "a").ranks == (2, 2) and {one.name for one in tmp_path.iterdir()} == {"a", "new"}
 
 
 def test_what_is_there_is_not_lost(moments, tmp_path, monkeypatch):
-    """Given a directory of something else, a file, and a device that gives out while adapters are replaced."""
+    """Given a directory, a file of something else, tensors of something else, and a device that gives out while
+    adapters are replaced."""
     fitted = fit_adapters.svd(moments, RATIO)
-    (tmp_path / "fits" / "a").mkdir(parents=True)
+    (tmp_path / "fits").mkdir()
     fitted.save(tmp_path / "fits" / "a")
     (tmp_path / "file").write_text("mine")
-    for taken in ("fits", "file"):
-        with pytest.raises(WriteFailed, match="choose another directory"):
+    save_file({"layers.0": np.ones(3)}, tmp_path / "tensors")
+    for taken in ("fits", "file", "tensors"):
+        with pytest.raises(WriteFailed, match="choose another path"):
             fitted.save(tmp_path / taken)
     with monkeypatch.context() as patched:
         patched.setattr(_files.os, "replace", _refuse_the_new(_files.os.replace))
@@ -256,19 +275,21 @@ def _refuse_the_new(replace):
 
 
 def test_nothing_there_is_a_typed_error(tmp_path):
-    with pytest.raises(ReadFailed, match=r"Adapters\.save"):
-        adapters.load(tmp_path / "nothing")
+    (tmp_path / "file").write_text("mine")
+    for name in ("nothing", "file", "."):
+        with pytest.raises(ReadFailed, match=r"Adapters\.save"):
+            adapters.load(tmp_path / name)
 
 
 @pytest.mark.parametrize(("change", "error"), [
-    ({"version": 99}, FormatMismatch), ({"joint": False}, ChecksumMismatch), ({"fingerprint": "x"}, ChecksumMismatch),
+    ({"version": "99"}, FormatMismatch), ({"joint": "False"}, ChecksumMismatch),
+    ({"fingerprint": "x"}, ChecksumMismatch),
 ])
 def test_a_changed_file_is_a_typed_error(moments, tmp_path, change, error):
     fit_adapters.svd(moments, RATIO).save(tmp_path / "a")
-    path = tmp_path / "a" / "_CHECKPOINT_METADATA"
-    saved = json.loads(path.read_text())
-    saved["custom_metadata"].update(change)
-    path.write_text(json.dumps(saved))
+    with safe_open(tmp_path / "a", "np") as saved:
+        about, leaves = saved.metadata(), {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118
+    save_file(leaves, tmp_path / "a", about | change)
     with pytest.raises(error):
         adapters.load(tmp_path / "a")
 

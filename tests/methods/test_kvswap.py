@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import operator
+import re
 
 import jax
 import jax.numpy as jnp
@@ -358,7 +359,7 @@ def answer(llm, cache):
     return llm.generate([1, 2, 3], cache, max_new_tokens=4).tokens
 
 
-def test_every_layer_gets_its_own_adapters_and_a_directory_serves_as_well(llm, tmp_path):
+def test_every_layer_gets_its_own_adapters_and_a_file_serves_as_well(llm, tmp_path):
     fitted = adapters_of(llm)
     fitted.save(tmp_path / "adapters")
     cache = llm.prefill(TEXT, method=KVSwap(**SMALL, adapters=fitted), capacity=64)
@@ -368,7 +369,7 @@ def test_every_layer_gets_its_own_adapters_and_a_directory_serves_as_well(llm, t
     np.testing.assert_array_equal(answer(llm, cache), answer(llm, again))
 
 
-def test_a_saved_cache_knows_its_adapters_by_their_directory(llm, tmp_path):
+def test_a_saved_cache_knows_its_adapters_by_their_file(llm, tmp_path):
     adapters_of(llm).save(tmp_path / "adapters")
     method = KVSwap(**SMALL, adapters=str(tmp_path / "adapters"))
     cache = llm.prefill(TEXT, method=method, capacity=64)
@@ -395,6 +396,58 @@ def test_adapters_are_read_again_when_they_were_replaced(llm, tmp_path):
     other = Adapters([2 * layer for layer in fitted.layers], fitted.joint, fitted.fingerprint)
     other.save(tmp_path / "adapters")
     assert method.fitted == other
+
+
+@pytest.fixture
+def beside_model(tmp_path):
+    """A model whose folder has adapters for all heads together of sigma 4."""
+    made = kvjax.LLM(CONFIG, make_params(CONFIG, sharper=1), folder=tmp_path / "model")
+    fitted = adapters_of(made)
+    fitted.save(tmp_path / "model" / "adapters" / "joint_4.safetensors")
+    return made, fitted
+
+
+def test_adapters_beside_the_model_are_found_unless_a_prompts_own_are_asked_for(beside_model):
+    llm, fitted = beside_model
+    found = llm.prefill(TEXT, method=KVSwap(**SMALL, sigma=4), capacity=64)
+    given = llm.prefill(TEXT, method=KVSwap(**SMALL, adapters=fitted), capacity=64)
+    own = llm.prefill(TEXT, method=KVSwap(**SMALL, sigma=4, adapters="prompt"), capacity=64)
+    for i, basis in enumerate(fitted.layers):
+        np.testing.assert_array_equal(found.state.layers[i].state.index.adapter[0], basis)
+        assert np.abs(np.asarray(own.state.layers[i].state.index.adapter[0]) - basis).max() > 0.1
+    assert answer(llm, found) == answer(llm, given)
+
+
+def test_where_there_are_no_adapters_prompts_are_decomposed_and_it_is_said(beside_model, caplog):
+    """Once for each reason: another ratio, another form, another model in the same folder."""
+    llm, _ = beside_model
+    other = kvjax.LLM(CONFIG, make_params(CONFIG, 5), folder=llm.folder)
+    for model, settings, words in (
+        (llm, {"sigma": 2}, "there is no .*joint_2"), (llm, {"sigma": 4, "per_head": True}, "there is no .*per_head_4"),
+        (other, {"sigma": 4}, ".*joint_4.* was fitted to this model with other weights"),
+    ):
+        for _ in range(2):
+            assert model.with_fitted(KVSwap(**SMALL, **settings)).fitted is None
+        (record,) = caplog.records
+        assert re.search(rf"about .* s for each of 2 layers, as {words}", record.getMessage())
+        caplog.clear()
+    assert llm.with_fitted(KVSwap(**SMALL, sigma=2, adapters="prompt")).fitted is None and not caplog.records
+    (llm.folder / "adapters" / "joint_2.safetensors").write_text("damaged")
+    with pytest.raises(ReadFailed, match="joint_2"):
+        llm.prefill(TEXT, method=KVSwap(**SMALL, sigma=2), capacity=64)
+
+
+def test_a_saved_cache_does_not_name_adapters_that_were_found(beside_model, tmp_path):
+    """So that it can be opened where the model is elsewhere, or has none."""
+    llm, _ = beside_model
+    cache = llm.prefill(TEXT, method=KVSwap(**SMALL, sigma=4), capacity=64)
+    cache.save(tmp_path / "cache")
+    bare = kvjax.LLM(CONFIG, make_params(CONFIG, sharper=1))
+    for model, method in ((llm, None), (bare, None), (bare, KVSwap(**SMALL, sigma=4))):
+        found = model.restore(tmp_path / "cache", method=method)
+        assert answer(model, found) == answer(llm, cache)
+        longer = model.extend(found, [4, 5, 6, 7], chunk=2)
+        assert answer(model, longer) == answer(llm, llm.extend(cache, [4, 5, 6, 7], chunk=2))
 
 
 @pytest.mark.parametrize(("wrong", "error"), [

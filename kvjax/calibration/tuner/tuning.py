@@ -26,7 +26,7 @@ class Family:
     Attributes:
       selected: MG, tokens that groups may contribute to one step.
       bits: bits of each number of a compressed key (`kvjax.KVSwap`); the paper has floats.
-      adapters: directory of the adapters of each sigma; a sigma without one decomposes each prompt's own keys.
+      adapters: file of the adapters of each sigma; a sigma without one decomposes each prompt's own keys.
       per_head: whether each head is decomposed separately, which suits few bits.
       aggregation: how scores of heads are aggregated (`kvjax.ops.topk.aggregate`); "mean" is the paper's, and fast.
       dtype: type in which keys and values are stored (`LLM.prefill`).
@@ -50,7 +50,7 @@ class Family:
             if not _validate.whole(value, 1):
                 raise ConfigError(f"{name}={value!r} of a tuning must be a positive integer")
         # Python's integers can be saved, and absolute paths hold wherever a saved tuning is loaded.
-        adapters = {int(sigma): os.path.abspath(directory) for sigma, directory in self.adapters.items()}
+        adapters = {int(sigma): os.path.abspath(file) for sigma, file in self.adapters.items()}
         for name, kept in (("selected", int(self.selected)), ("bits", int(self.bits)), ("adapters", adapters)):
             object.__setattr__(self, name, kept)
 
@@ -172,7 +172,7 @@ def load(path: str | os.PathLike) -> Tuning:
 
 def _tuning(saved: dict[str, Any]) -> Tuning:
     solutions = {(row["batch"], row["context"]): _solution(row) for row in saved["solutions"]}
-    adapters = {int(sigma): directory for sigma, directory in saved["family"]["adapters"].items()}
+    adapters = {int(sigma): file for sigma, file in saved["family"]["adapters"].items()}
     family = Family(**{**saved["family"], "adapters": adapters})
     space = Space(**{name: tuple(values) for name, values in saved["limits"]["space"].items()})
     limits = Limits(**{**saved["limits"], "space": space})

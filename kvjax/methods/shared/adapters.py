@@ -4,15 +4,18 @@ import functools
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
+import safetensors
 import xxhash
+from safetensors.numpy import save_file
 
 from kvjax import _files
 from kvjax.errors import ChecksumMismatch, FormatMismatch, ReadFailed, WriteFailed
 
-VERSION = 2
+_MOST_BYTES = 4 << 30  # limit for a file
+_ABOUT = {"version", "joint", "fingerprint", "digest"}
+_VERSION = "3"
 
 
 class Adapters:
@@ -35,20 +38,25 @@ class Adapters:
             layer.flags.writeable = False
 
     @property
-    def rank(self) -> int:
-        """r: numbers stored per token, for each head if not `joint`."""
-        return self.layers[0].shape[-1]
+    def ranks(self) -> tuple[int, ...]:
+        """r of each layer: numbers stored per token, for each head if not `joint`."""
+        return tuple(layer.shape[-1] for layer in self.layers)
 
     @property
     def ratio(self) -> float:
-        """sigma: numbers of a token's keys over numbers stored of them."""
-        heads, size, rank = self.layers[0].shape
-        return heads * size / (rank if self.joint else heads * rank)
+        """sigma: numbers of a token's keys over numbers stored of them, in all layers together."""
+        size = self._size
+        return size * len(self.layers) / sum(self.ranks)
 
     def has_ratio(self, sigma: int) -> bool:
-        """Returns whether adapters of compression ratio `sigma` have this rank, which is rounded down."""
-        heads, size, rank = self.layers[0].shape
-        return (heads * size if self.joint else size) // sigma == rank
+        """Returns whether adapters of compression ratio `sigma` have so many dimensions; a layer's are rounded down."""
+        return self._size // sigma * len(self.layers) == sum(self.ranks)
+
+    @property
+    def _size(self) -> int:
+        """Dimensions that are projected together."""
+        heads, size, _ = self.layers[0].shape
+        return heads * size if self.joint else size
 
     @functools.cached_property
     def digest(self) -> str:
@@ -66,7 +74,9 @@ class Adapters:
         return hash(self.digest)
 
     def __repr__(self) -> str:
-        return f"Adapters(layers={len(self.layers)}, rank={self.rank}, joint={self.joint}, digest={self.digest})"
+        ranks = sorted(set(self.ranks))
+        return (f"Adapters(layers={len(self.layers)}, rank={'..'.join(map(str, ranks[:1] + ranks[1:][-1:]))}, "
+                f"joint={self.joint}, digest={self.digest})")
 
     def check_model(self, fingerprint: str) -> None:
         """Raises FormatMismatch unless the adapters were fitted to the model of this fingerprint."""
@@ -74,70 +84,70 @@ class Adapters:
             raise FormatMismatch(f"the adapters were fitted to the model {self.fingerprint!r}, not to {fingerprint!r}; "
                                  "use that model, or fit adapters to this one (configs/train_svd.py)")
 
-    def save(self, directory: str | os.PathLike) -> None:
-        """Writes an Orbax checkpoint, which replaces adapters in the directory once all of it is written.
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes a safetensors file, which replaces adapters at the path once all of it is written.
 
         Args:
-          directory: directory that is new, is empty, or holds adapters.
+          path: path of the file, at which there is nothing, or adapters; missing directories are made.
 
         Raises:
-          WriteFailed: the directory holds something else, or writing fails.
+          WriteFailed: there is something else at the path, or writing fails.
         """
-        from orbax.checkpoint import v1 as ocp  # takes a second or two to import, so only saving and loading do
-
-        about = {"version": VERSION, "joint": self.joint, "fingerprint": self.fingerprint, "digest": self.digest}
-        leaves = {str(i): layer for i, layer in enumerate(self.layers)}
-        path = pathlib.Path(directory).expanduser().absolute()
-        if path.exists() and not _may_be_replaced(path):
-            raise WriteFailed(f"{directory} exists and holds something other than adapters, which is not overwritten; "
-                              "choose another directory")
+        target = pathlib.Path(path).expanduser()
+        about = {"version": _VERSION, "joint": str(self.joint), "fingerprint": self.fingerprint, "digest": self.digest}
+        leaves = {f"layers.{i}": layer for i, layer in enumerate(self.layers)}
         try:
-            with _files.replacing_directory(path) as fresh:
-                ocp.save(fresh, leaves, custom_metadata=about)
-        except Exception as cause:  # Orbax's drivers have errors of their own for a full device
-            raise WriteFailed(f"writing {directory} failed: {cause}; choose another directory") from cause
+            if target.exists() and not set(_about(target)) >= _ABOUT:
+                raise ValueError("it holds something other than adapters, which is not overwritten")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with _files.replacing(target) as fresh:
+                save_file(leaves, fresh, about)
+        except (OSError, ValueError, safetensors.SafetensorError) as cause:
+            raise WriteFailed(f"writing {path} failed: {cause}; choose another path") from cause
 
 
-def load(directory: str | os.PathLike) -> Adapters:
+class FoundAdapters(Adapters):
+    """Adapters that were found beside their model, so that saved caches need not name them."""
+
+
+def beside(folder: pathlib.Path, joint: bool, sigma: int) -> pathlib.Path:
+    """Returns where the adapters of a form lie in the folder of what was fitted to a model (`kvjax.LLM.folder`)."""
+    return folder / "adapters" / f"{'joint' if joint else 'per_head'}_{sigma}.safetensors"
+
+
+def load(path: str | os.PathLike) -> Adapters:
     """Returns the adapters that `Adapters.save` wrote.
 
     Args:
-      directory: directory given to `Adapters.save`.
+      path: path given to `Adapters.save`.
 
     Raises:
       ReadFailed: there are no adapters, or they cannot be read.
       FormatMismatch: they are of another version.
       ChecksumMismatch: they differ from what was written.
     """
-    about, leaves = _read(pathlib.Path(directory).expanduser().absolute())
-    if about.get("version") != VERSION:
-        raise FormatMismatch(f"{directory} holds no adapters of version {VERSION}, the one this library reads; fit "
-                             "them again (configs/train_svd.py)")
-    layers = [leaves[str(i)] for i in range(len(leaves))]
-    loaded = Adapters(layers, about["joint"], about["fingerprint"])
-    if loaded.digest != about["digest"]:
-        raise ChecksumMismatch(f"the adapters in {directory} differ from what was written; fit them again "
+    file = pathlib.Path(path).expanduser()
+    try:
+        about = _about(file)
+        entries = dict(safetensors.deserialize(_files.read_regular(file, _MOST_BYTES)))
+        layers = [np.frombuffer(entry["data"], np.float32).reshape(entry["shape"])
+                  for entry in (entries[f"layers.{i}"] for i in range(len(entries)))]
+    except (OSError, ValueError, KeyError, safetensors.SafetensorError) as cause:
+        raise ReadFailed(f"{path} has no adapters that can be read: {cause}; give the file that Adapters.save "
+                         "wrote") from cause
+    if about.get("version") != _VERSION or not set(about) >= _ABOUT:
+        raise FormatMismatch(f"{path} holds no adapters of version {_VERSION}, the one this library reads; fit them "
+                             "again (configs/train_svd.py)")
+    loaded = Adapters(layers, about["joint"] == "True", about["fingerprint"])
+    if not layers or loaded.digest != about["digest"]:
+        raise ChecksumMismatch(f"the adapters in {path} differ from what was written; fit them again "
                                "(configs/train_svd.py)")
     return loaded
 
 
-def _may_be_replaced(path: pathlib.Path) -> bool:
-    """Returns whether a directory is empty or was written by `Adapters.save` of any version."""
-    from orbax.checkpoint import v1 as ocp
-
-    if path.is_dir() and not any(path.iterdir()):
-        return True
-    try:
-        return {"version", "digest", "joint"} <= set(ocp.metadata(path).custom_metadata or {})
-    except Exception:  # Orbax raises many types for something that is no checkpoint
-        return False
-
-
-def _read(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    from orbax.checkpoint import v1 as ocp
-
-    try:
-        return dict(ocp.metadata(path).custom_metadata or {}), ocp.load(path)
-    except Exception as cause:  # Orbax and its drivers raise many types for missing or damaged files
-        raise ReadFailed(f"{path} has no adapters that can be read: {cause}; give the directory that Adapters.save "
-                         "wrote") from cause
+def _about(file: pathlib.Path) -> dict[str, str]:
+    """Returns what a file says about its adapters; empty if it is a safetensors file of something else."""
+    with _files.open_regular(file):  # a FIFO would block
+        pass
+    with safetensors.safe_open(file, "np") as opened:
+        return dict(opened.metadata() or {})

@@ -1,10 +1,13 @@
 """Adapters for text of one's own."""
 
 import json
+import shutil
 
 import pytest
 
+import kvjax
 from configs.train_svd import get_config
+from experiments import common
 from experiments.training import train_svd
 from kvjax.calibration import refine_adapters
 from kvjax.errors import ConfigError
@@ -24,7 +27,7 @@ def test_a_file_is_a_kind_of_text(tmp_path):
     train_svd.run(make_config(file), str(tmp_path / "run"))
     row = json.loads((tmp_path / "run" / "summary.json").read_text())["rows"][0]
     assert row["fitted_on"] == row["task"] == train_svd.name_of(str(file)) and 0 < row["reconstruction_error"] < 1
-    assert adapters.load(tmp_path / "run" / "adapters" / f"{row['task']}_joint_8").has_ratio(8)
+    assert adapters.load(tmp_path / "run" / "adapters" / f"{row['task']}_joint_8.safetensors").has_ratio(8)
     name = row["task"]
     file.write_text("another text")
     assert train_svd.name_of(str(file)) != name, "what was fitted to another text is not taken for it"
@@ -47,12 +50,30 @@ def test_a_training_that_was_stopped_goes_on_where_it_was(tmp_path, monkeypatch)
         train_svd.run(config, str(tmp_path / "parts"))
     train_svd.run(config, str(tmp_path / "parts"))
     assert len(steps) == 4 + 3  # two steps were kept, the third is taken again
-    whole, parts = (adapters.load(tmp_path / part / "adapters" / "code_joint_8_trained") for part in ("whole", "parts"))
+    whole, parts = (adapters.load(tmp_path / part / "adapters" / "code_joint_8_trained.safetensors")
+                    for part in ("whole", "parts"))
     assert whole == parts
     curves = [json.loads((tmp_path / part / "adapters" / "code_joint_8_trained_curve.json").read_text())
               for part in ("whole", "parts")]
     assert curves[0] == curves[1] and [line["step"] for line in curves[0]] == [0, 2, 4, 5]
     assert (tmp_path / "parts" / "training.png").exists()
+
+
+def test_adapters_are_put_beside_the_model_where_its_methods_find_them(tmp_path):
+    """Given that layers share the dimensions, and those that were trained."""
+    shutil.copytree(common.REFERENCE, tmp_path / "model", ignore=shutil.ignore_patterns("kvjax"))
+    config = make_config("mixed", model=str(tmp_path / "model"), beside=True, steps=2, by_layer=True)
+    train_svd.run(config, str(tmp_path / "run"))
+    llm = kvjax.load(tmp_path / "model")
+    trained = adapters.load(tmp_path / "run" / "adapters" / "mixed_joint_8_trained.safetensors")
+    method = llm.with_fitted(kvjax.KVSwap(budget=64, window=8))
+    assert method.fitted == trained and len(set(trained.ranks)) > 1
+    cache = llm.prefill("A few words, and some more of them, " * 9, method=kvjax.KVSwap(budget=64, window=8))
+    assert cache.plan.layers[0].method == method
+    assert llm.generate("Go on.", cache, max_new_tokens=2).tokens
+    config.update(kinds=("mixed", "code"))
+    with pytest.raises(ConfigError, match="one kind"):
+        train_svd.run(config, str(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("change", [
