@@ -70,10 +70,20 @@ def _failed(cause: BaseException, *operands) -> None:
         branch.keep(cause)
 
 
-def _read_copies(shape_like, handle, generation, layer, block):
-    fetched = np.zeros((*block.shape, *shape_like.shape[-2:]), shape_like.dtype)
-    order = np.tile(np.arange(block.shape[-1], dtype=np.int32), (*block.shape[:-1], 1))
-    return fetched, _read(fetched, handle, generation, layer, block, order)
+def _read_copies(like, handle, generation, layer, block, places):
+    """Reads the blocks whose indices in `block`, flattened, are `places`, and returns as many; an index out of range is
+    for none."""
+    block, places = np.asarray(block), np.asarray(places)
+    wanted = np.zeros(block.size, bool)
+    wanted[places[places < block.size]] = True
+    wanted = wanted.reshape(block.shape)
+    order = np.cumsum(wanted, axis=-1, dtype=np.int32) - 1
+    landed = np.zeros((*block.shape[:-1], max(1, int(order.max(initial=0)) + 1), *like.shape[1:]), like.dtype)
+    ok = _read(landed, handle, generation, layer, np.where(wanted, block, -1).astype(np.int32), order)
+    fetched = np.zeros((len(places), *like.shape[1:]), like.dtype)
+    head = np.nonzero(wanted)[:-1]
+    fetched[: wanted.sum()] = landed[(*head, order[wanted])]
+    return fetched, ok
 
 
 # ----------------------------------------------------------------------------- backends
@@ -148,21 +158,41 @@ def read_in_place(
 
 
 def read_blocks(
-    rows: Num[Array, "B KB NS C X2"], ref: StoreRef, layer, block: Int32[Array, "B KB M1"]
+    like: Num[Array, "B KB NS C X2"], ref: StoreRef, layer, block: Int32[Array, "B KB M1"], none: int
 ) -> tuple[Num[Array, "B KB M1 C X2"], Bool[Array, ""]]:
     """Reads blocks into a new array.
 
+    No more than the blocks that are read are moved to the device, rounded up to one of a few numbers (`_sizes`), and
+    the host is not called if there are none.
+
     Args:
-      rows: contents of the slots, which give shape and type of a block.
+      like: contents of the slots, which give shape and type of a block.
       ref: branch and generation.
       layer: number of the layer.
-      block: blocks to read, NB = nothing.
+      block: blocks to read.
+      none: from this number on, an entry of `block` is no block.
 
     Returns:
-      (Blocks in that order, True if all were read).
+      (Blocks in that order, zeros for those that are none; True if all were read).
     """
-    result = (jax.ShapeDtypeStruct((*block.shape, *rows.shape[-2:]), rows.dtype), _OK)
-    like = jnp.zeros((1, *rows.shape[-2:]), rows.dtype)
-    operands = (like, ref.handle, ref.generation, layer, block)
-    fetched, ok = io_callback(_read_copies, result, *operands)
-    return fetched, ok > 0
+    wanted, sizes = (block < none).reshape(-1), _sizes(block.size)
+
+    def reading(size: int):
+        def read():
+            place = jnp.nonzero(wanted, size=size, fill_value=block.size)[0].astype(jnp.int32)
+            result = (jax.ShapeDtypeStruct((size, *like.shape[-2:]), like.dtype), _OK)
+            one = jnp.zeros((1, *like.shape[-2:]), like.dtype)
+            fetched, ok = io_callback(_read_copies, result, one, ref.handle, ref.generation, layer, block, place)
+            return empty.at[place].set(fetched, mode="drop"), ok
+
+        return read if size else lambda: (empty, jnp.int32(1))
+
+    empty = jnp.zeros((block.size, *like.shape[-2:]), like.dtype)
+    which = jnp.searchsorted(jnp.array(sizes, jnp.int32), jnp.sum(wanted, dtype=jnp.int32), method="compare_all")
+    fetched, ok = jax.lax.switch(which, list(map(reading, sizes)))
+    return fetched.reshape(*block.shape, *like.shape[-2:]), ok > 0
+
+
+def _sizes(most: int) -> list[int]:
+    """Returns the numbers of blocks that one call may move: none, all, and halves of that down to a 32nd."""
+    return [0, *sorted({-(-most // 2**halves) for halves in range(6)})]

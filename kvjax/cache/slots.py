@@ -134,7 +134,7 @@ class SlotPool:
         if self.backend == "buffer":
             rows, ok = callbacks.read_in_place(rows, ref, layer, plan.read, plan.slot)
         else:
-            fetched, ok = callbacks.read_blocks(rows, ref, layer, plan.read)
+            fetched, ok = callbacks.read_blocks(rows, ref, layer, plan.read, self.num_blocks)
             rows = filled(self.num_blocks, rows, plan, fetched, ok)
         pool, stats = self.settle(plan, need, count, rows, ok)
         return pool, jnp.broadcast_to(plan.slot, need.shape), ok, stats

@@ -63,7 +63,7 @@ class TieredPool(SlotPool):
     def fetch(self, need, count, layer, ref):
         plan = self.plan(need, count)
         behind = residency.plan_all(self.host_table, plan.read, self.own(count), self.policy)
-        fetched, ok = callbacks.read_blocks(self.rows, ref, layer, behind.read)
+        fetched, ok = callbacks.read_blocks(self.rows, ref, layer, behind.read, self.num_blocks)
         missed = behind.read < self.num_blocks
         known = jnp.where(missed, self.host_slots, behind.slot)
         taken = jax.device_put(_take(self.host_rows, *_to_host(self._flat(known))), _DEVICE).reshape(fetched.shape)

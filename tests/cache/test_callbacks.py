@@ -46,6 +46,34 @@ def test_blocks_are_read_into_their_slots(way, dtype):
     branch.close()
 
 
+@pytest.mark.parametrize("misses", [0, 1, 3, 10, 32])
+def test_only_blocks_that_are_read_cross_over_to_an_accelerator(monkeypatch, misses):
+    """At most twice as many, and nobody is called where there are none."""
+    rng, crossed, shape = np.random.default_rng(0), [], (2, 2, 8)  # 32 needed blocks
+    branch = HostStore().create(Geometry(1, 2, 2, 20, 3, 8, "float32"), "")
+    blocks = rng.normal(size=(2, 2, 20, 3, 8)).astype(np.float32)
+    branch.write_layer(0, blocks, np.full((2, 2, 20), 3, np.int32))
+    line, read_copies = StoreRef(jnp.int32(branch.handle), jnp.int32(0)), callbacks._read_copies
+
+    def counted(*operands):
+        fetched, ok = read_copies(*operands)
+        crossed.append(fetched.nbytes)
+        return fetched, ok
+
+    monkeypatch.setattr(callbacks, "_read_copies", counted)
+    need = rng.permuted(np.tile(np.arange(20), (2, 2, 1)), axis=-1)[..., :8]
+    missing = (rng.permutation(32) < misses).reshape(shape)
+    block, like = jnp.asarray(np.where(missing, need, 20), jnp.int32), jnp.zeros((2, 2, 11, 3, 8))
+    read = jax.jit(lambda block: callbacks.read_blocks(like, line, jnp.int32(0), block, 20))
+    fetched, ok = read(block)
+    expected = np.where(missing[..., None, None], np.take_along_axis(blocks, need[..., None, None], axis=2), 0)
+    assert ok
+    np.testing.assert_array_equal(fetched, expected)
+    assert sum(crossed) <= 2 * misses * blocks[0, 0, 0].nbytes and bool(crossed) == (misses > 0)
+    branch.discard()
+    assert bool(read(block)[1]) == (misses == 0), "a branch that is closed cannot be read"
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_and_blocks_are_put(way, dtype):
     branch, line, blocks = filled(dtype)
