@@ -33,6 +33,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.warmup_steps = 20
     config.loss = "groups"  # or "scores" (`kvjax.calibration.refine_adapters`)
     config.group = 4  # tokens of a group, for "groups"
+    config.sinks, config.window = 4, 32  # first and newest tokens that do not count, likewise
     config.ahead = True  # queries of the previous layer's input, as KVSwap asks; False = of the layer's own
     config.eval_every = 20
     config.held_out_batches = 4  # by which each layer chooses its adapter

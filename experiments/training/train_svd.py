@@ -127,7 +127,7 @@ def train(llm: kvjax.LLM, start: Adapters, path: pathlib.Path, draw: Draw, held_
       held_out: batches of held-out text, by which each layer chooses.
       config: the experiment's.
     """
-    objective = Objective(config.loss, config.group, config.ahead)
+    objective = objective_of(config)
     rate = optax.warmup_cosine_decay_schedule(
         0.0, config.learning_rate, min(config.warmup_steps, config.steps - 1), config.steps,
         end_value=0.05 * config.learning_rate)
@@ -156,6 +156,11 @@ def train(llm: kvjax.LLM, start: Adapters, path: pathlib.Path, draw: Draw, held_
             bar.update()
     kept.close()
     return Adapters([np.asarray(basis) for basis in training.best], start.joint, start.fingerprint)
+
+
+def objective_of(config) -> Objective:
+    """Returns what the training lowers; raises ConfigError for impossible settings."""
+    return Objective(config.loss, config.group, config.sinks, config.window, config.ahead)
 
 
 def measure(llm: kvjax.LLM, fitted: Adapters, rows: list[np.ndarray], moments, config) -> dict[str, float]:
@@ -200,7 +205,7 @@ def check(config) -> None:
                         eval_every=1, held_out_batches=1, ratios=1, documents=1, top=1, kept=1)
     if config.steps == 1:
         raise ConfigError("steps=1 has no room for a schedule; give 2 or more, or 0 for no training")
-    Objective(config.loss, config.group, config.ahead)
+    objective_of(config)
     if max(config.top, config.kept) > config.length:
         raise ConfigError(f"top={config.top} and kept={config.kept} must be at most length={config.length}; lower them")
     if not config.forms or set(config.forms) - set(FORMS):

@@ -7,6 +7,9 @@ other:
     scores   of each query head's softmax over tokens, mean over query heads
     groups   of the mass of each group of G tokens, mean over all query heads: what KVSwap ranks groups by
 
+Sinks and window are attended in any case, so that groups are those between them: the divergence is that of the
+attention to these tokens, times the mass that they have.
+
 KVSwap asks with the input of the layer before (Eq. 1), and so does the training unless `Objective.ahead` is False.
 Layers do not depend on each other: each keeps the adapter whose loss on held-out text was the least.
 """
@@ -40,14 +43,17 @@ class Objective:
     Attributes:
       loss: one of LOSSES.
       group: G, tokens of a group; only used by "groups".
+      sinks, window: numbers of first and of newest tokens that do not count; likewise.
       ahead: True = a layer's queries are made of the input of the layer before, as KVSwap's are.
 
     Raises:
-      ConfigError: `loss` does not exist, or `group` is less than 1.
+      ConfigError: `loss` does not exist, `group` is less than 1, or `sinks` or `window` is less than 0.
     """
 
     loss: str = "groups"
     group: int = 4
+    sinks: int = 4
+    window: int = 32
     ahead: bool = True
 
     def __post_init__(self):
@@ -56,6 +62,8 @@ class Objective:
             raise ConfigError(f"loss={self.loss!r} must be one of {', '.join(LOSSES)}")
         if self.group < 1:
             raise ConfigError(f"group={self.group} is a number of tokens; give at least 1")
+        if min(self.sinks, self.window) < 0:
+            raise ConfigError(f"sinks={self.sinks} and window={self.window} are numbers of tokens; give at least 0")
 
 
 @pytree
@@ -177,7 +185,7 @@ def _loss_of(joint, objective, basis, query, key):
 def _loss(basis, joint: bool, objective: Objective, query, key, at) -> Float[Array, ""]:
     if objective.loss == "scores":
         return score_loss(basis, joint, query, key, at)
-    return group_loss(basis, joint, query, key, at, objective.group)
+    return group_loss(basis, joint, query, key, at, objective)
 
 
 def sample(query: Float[Array, "B T H D"], key: Float[Array, "B T K D"]):
@@ -208,23 +216,29 @@ def score_loss(
 
 def group_loss(
     basis: Float[Array, "K D r"], joint: bool, query: Float[Array, "B Q K G D"], key: Float[Array, "B T K D"],
-    at: Int32[Array, "Q"], group: int,
+    at: Int32[Array, "Q"], objective: Objective,
 ) -> Float[Array, ""]:
-    """Returns the mean Kullback-Leibler divergence of the predicted mass of groups from the true one, in nats.
+    """Returns the mean Kullback-Leibler divergence of the predicted mass of groups from the true one, in nats, each
+    query's times the mass of its groups.
 
     Args:
       basis, joint, query, key, at: as for `score_loss`.
-      group: G, tokens of a group.
+      objective: size of a group, and which tokens do not count.
     """
-    true = _group_mass(_causal(exact_scores(query, key), at), group)
-    predicted = _group_mass(_causal(low_rank_scores(basis, joint, query, key), at), group)
-    apart = jnp.log(true + _NO_MASS) - jnp.log(predicted + _NO_MASS)
+    position = jnp.arange(key.shape[1], dtype=jnp.int32)
+    counts = (position >= objective.sinks) & (position <= at[:, None] - objective.window)
+    attention = jax.nn.softmax(_causal(exact_scores(query, key), at))
+    true = _group_mass(jnp.where(counts, attention, 0.0), objective.group)
+    scores = jnp.where(counts, low_rank_scores(basis, joint, query, key), NEGATIVE)
+    predicted = _group_mass(jax.nn.softmax(scores), objective.group)
+    total = jnp.sum(true, axis=-1, keepdims=True)
+    apart = jnp.log(true + _NO_MASS) - jnp.log(total + _NO_MASS) - jnp.log(predicted + _NO_MASS)
     return jnp.mean(jnp.sum(true * apart, axis=-1))
 
 
-def _group_mass(scores: Float[Array, "B K G Q T"], group: int) -> Float[Array, "B Q N"]:
+def _group_mass(weight: Float[Array, "B K G Q T"], group: int) -> Float[Array, "B Q N"]:
     """Returns the attention to each group of tokens, mean over query heads; the last group may have fewer tokens."""
-    weight = jnp.mean(jax.nn.softmax(scores), axis=(1, 2))
+    weight = jnp.mean(weight, axis=(1, 2))
     weight = jnp.pad(weight, ((0, 0), (0, 0), (0, -weight.shape[-1] % group)))
     return jnp.sum(weight.reshape(*weight.shape[:2], -1, group), axis=-1)
 

@@ -148,7 +148,7 @@ def _loss(basis, joint, query, key):
     return refine_adapters.score_loss(basis, joint, *refine_adapters.sample(query, key))
 
 
-OF_SCORES = Objective("scores", ahead=False)
+OF_SCORES, OF_GROUPS = Objective("scores", ahead=False), Objective(sinks=2, window=4)
 
 
 @pytest.mark.parametrize("joint", [True, False], ids=["joint", "per_head"])
@@ -167,8 +167,8 @@ def held_out_losses(llm, fitted, objective):
 @pytest.mark.parametrize("joint", [True, False], ids=["joint", "per_head"])
 def test_refining_lowers_the_loss_of_groups_for_the_queries_of_the_layer_before(llm, moments, joint):
     fitted, rows = fit_adapters.svd(moments, RATIO, joint), [batch for _ in range(10) for batch in ROWS]
-    refined = refine_adapters.refine(llm, fitted, rows, learning_rate=1e-2)
-    assert (held_out_losses(llm, refined, Objective()) < 0.97 * held_out_losses(llm, fitted, Objective())).all()
+    refined = refine_adapters.refine(llm, fitted, rows, learning_rate=1e-2, objective=OF_GROUPS)
+    assert (held_out_losses(llm, refined, OF_GROUPS) < 0.97 * held_out_losses(llm, fitted, OF_GROUPS)).all()
 
 
 def test_queries_ahead_are_of_the_input_of_the_layer_before(llm):
@@ -180,31 +180,36 @@ def test_queries_ahead_are_of_the_input_of_the_layer_before(llm):
     np.testing.assert_allclose(ahead[1], blocks.queries(CONFIG.layers[1], llm.params["layers_1"], x, at), atol=1e-5)
 
 
-@pytest.mark.parametrize("group", [1, 4, 7])
-def test_the_loss_of_groups_is_that_of_their_summed_attention(group):
+@pytest.mark.parametrize("group, sinks, window", [(1, 0, 0), (4, 0, 0), (4, 2, 5), (7, 3, 2)])
+def test_the_loss_of_groups_is_that_of_their_summed_attention(group, sinks, window):
     rng = np.random.default_rng(1)
     key = rng.normal(size=(2, 18, 2, 8)).astype(np.float32)
     query = rng.normal(size=(2, 3, 2, 2, 8)).astype(np.float32)
     basis, at = rng.normal(size=(2, 8, 5)).astype(np.float32), np.array([9, 13, 17], np.int32)
 
-    def mass(scores):
-        scores = np.where(np.arange(18) <= at[:, None], np.asarray(scores, np.float64), -np.inf)
-        weight = scipy.special.softmax(scores, axis=-1).mean((1, 2))
+    counts = (np.arange(18) >= sinks) & (np.arange(18) <= at[:, None] - window)
+
+    def mass(scores, among):
+        weight = scipy.special.softmax(np.where(among, np.asarray(scores, np.float64), -np.inf), axis=-1).mean((1, 2))
+        weight = np.where(counts, weight, 0)
         return np.stack([weight[..., i : i + group].sum(-1) for i in range(0, 18, group)], axis=-1)
 
-    true = mass(refine_adapters.exact_scores(query, key))
-    predicted = mass(refine_adapters.low_rank_scores(basis, False, query, key))
-    expected = scipy.special.rel_entr(true, predicted).sum(-1).mean()
-    found = refine_adapters.group_loss(jnp.asarray(basis), False, query, key, at, group)
+    true = mass(refine_adapters.exact_scores(query, key), np.arange(18) <= at[:, None])
+    predicted = mass(refine_adapters.low_rank_scores(basis, False, query, key), counts)
+    total = true.sum(-1)
+    expected = (total * scipy.special.rel_entr(true / total[..., None], predicted).sum(-1)).mean()
+    objective = Objective(group=group, sinks=sinks, window=window)
+    found = refine_adapters.group_loss(jnp.asarray(basis), False, query, key, at, objective)
     np.testing.assert_allclose(found, expected, rtol=1e-3)
 
 
 def test_each_layer_keeps_the_adapter_with_the_least_held_out_loss(llm, moments):
     """Layer 0 is best before a step that is far too long, layer 1 is given a better one."""
-    fitted, objective = fit_adapters.svd(moments, RATIO), Objective()
+    fitted, objective = fit_adapters.svd(moments, RATIO), OF_GROUPS
     start = refine_adapters.begin(fitted, optax.sgd(0.0))
     start, first = refine_adapters.keep_best(llm, start, ROWS, True, objective)
-    good = refine_adapters.refine(llm, fitted, [batch for _ in range(10) for batch in ROWS], 1e-2).layers[1]
+    rows = [batch for _ in range(10) for batch in ROWS]
+    good = refine_adapters.refine(llm, fitted, rows, 1e-2, objective).layers[1]
     moved = dataclasses.replace(start, basis=(-9 * start.basis[0] + 1, jnp.asarray(good)))
     moved, second = refine_adapters.keep_best(llm, moved, ROWS, True, objective)
     assert second[0] > first[0] and second[1] < first[1]
@@ -215,7 +220,7 @@ def test_each_layer_keeps_the_adapter_with_the_least_held_out_loss(llm, moments)
         refine_adapters.keep_best(llm, moved, iter(()), True, objective)
 
 
-@pytest.mark.parametrize("wrong", [{"loss": "tokens"}, {"group": 0}])
+@pytest.mark.parametrize("wrong", [{"loss": "tokens"}, {"group": 0}, {"sinks": -1}, {"window": -1}])
 def test_another_objective_is_refused(unchecked, wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Objective(**wrong)
