@@ -331,6 +331,8 @@ def check_plan(plan: Plan, store: bool, slots: Slots) -> None:
             check_outputs(layer.method, layer.spec)
             outline(plan, i, store, slots)
         tried.add(kind)
+    if plan.layout is not None:
+        specs_of_layers(plan)
 
 
 def copy_state(state: State) -> State:
