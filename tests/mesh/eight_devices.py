@@ -14,7 +14,7 @@ from tiny import make_params
 
 import kvjax
 from kvjax.errors import ConfigError, MethodError
-from kvjax.inference import chunked_prefill, decode, prefill
+from kvjax.inference import decode, prefill
 from kvjax.inference.plan import make_plan, specs_of_layers
 from kvjax.methods import METHODS, Quest
 from kvjax.models import checkpoint, hf_config
@@ -39,6 +39,8 @@ MORE = {
     "kvswap_mean": dataclasses.replace(SMALL["kvswap"], aggregation="mean"),
 }
 TWO_LAYERS = ("kvswap", "omnikv")  # which select for the next layer
+# Methods of which no head knows of another's, nor its own number; `clusterkv` has the code of `dynakv`.
+LESS_TO_TEST = ("rle", "oracle", "streaming_llm", "snapkv", "sentencekv", "loki", "arkvale", "clusterkv")
 TOKENS = np.random.default_rng(0).integers(0, 64, (8, CAPACITY)).astype(np.int32)
 
 
@@ -99,7 +101,8 @@ def test_there_are_eight_devices():
     assert len(jax.devices()) == 8
 
 
-@pytest.mark.parametrize("name", [*INSTANCES, *MORE])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LESS_TO_TEST))
+                                  for name in (*INSTANCES, *MORE)])
 def test_a_method_decodes_on_two_by_four_devices_as_on_one(name):
     plan, logits, filled, state = run(name, layout_of(2, 4), 2)
     assert_same(logits, alone(name, 2))
@@ -115,7 +118,7 @@ def test_heads_alone_and_sequences_alone_can_be_divided(name, shape):
     assert_in_place(plan, state, filled)
 
 
-@pytest.mark.parametrize("name", ["full", "kvswap", "dynsplit"])
+@pytest.mark.parametrize("name", ["full", "kvswap"])
 def test_the_staged_driver_decodes_what_one_device_does(name):
     plan, logits, filled, state = run(name, layout_of(2, 4), 2, "staged")
     assert_same(logits, alone(name, 2))
@@ -135,7 +138,7 @@ def test_a_conversation_goes_as_on_one_device(both):
     """Prefill in chunks, more text, answers by both drivers, and scores."""
     found = []
     for llm in both:
-        cache = llm.prefill(TOKENS[:2, :24].tolist(), method=INSTANCES["quest"], capacity=CAPACITY, chunk=16)
+        cache = llm.prefill(TOKENS[:2, :24].tolist(), method=INSTANCES["kvswap"], capacity=CAPACITY, chunk=16)
         more = llm.extend(cache, TOKENS[:2, 24:33].tolist(), chunk=4)
         answers = [llm.generate([[1, 2], [3]], more, max_new_tokens=5, driver=driver) for driver in ("staged", "fused")]
         scores = llm.score(TOKENS[:2, 40:44].tolist(), more)
@@ -297,16 +300,3 @@ def test_an_index_that_does_not_divide_by_heads_is_refused():
     plan = make_plan(CONFIG, Undivided(budget=24, sinks=2, window=4, page=4), 2, CAPACITY, layout=layout_of(2, 4))
     with pytest.raises(MethodError, match="an axis of 9 is one of 3 on each of 4 devices"):
         specs_of_layers(plan)
-
-
-def test_chunks_are_read_as_on_one_device():
-    found = []
-    for layout in (None, layout_of(1, 4)):
-        params = params_of(CONFIG) if layout is None else layout.place(CONFIG, params_of(CONFIG))
-        plan = make_plan(CONFIG, INSTANCES["dynakv"], 2, CAPACITY, layout=layout)
-        state, _ = prefill.prefill(plan, params, TOKENS[:2, :PROMPT], np.array([PROMPT, 20], np.int32))
-        text, length = TOKENS[:2, PROMPT : PROMPT + 12], np.array([12, 9], np.int32)
-        state, logits = chunked_prefill.extend(plan, params, state, text, length, 8)
-        found.append(np.asarray(logits))
-    assert_in_place(plan, state)
-    assert_same(found[1], found[0])

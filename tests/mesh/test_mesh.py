@@ -7,9 +7,10 @@ import sys
 from test_architecture import ROOT
 
 
-def test_eight_devices_compute_what_one_does():
+def test_eight_devices_compute_what_one_does(request):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--durations=5",
+    more = ["--slow"] if request.config.getoption("--slow") else []
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *more,
                "tests/mesh/eight_devices.py"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
                           capture_output=True, text=True)
