@@ -44,6 +44,7 @@ from kvjax.methods.sentencekv import SentenceKV
 from kvjax.methods.shadowkv import ShadowKV
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.streaming_llm import StreamingLLM
+from kvjax.models.mesh import MeshRules
 from kvjax.store.flash.store import FlashStore
 from kvjax.store.host import HostStore
 
@@ -72,6 +73,7 @@ __all__ = [
     "KvjaxError",
     "Loki",
     "MagicPIG",
+    "MeshRules",
     "Method",
     "OmniKV",
     "Oracle",

@@ -17,6 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from kvjax.cache.method import ENDLESS, Method
 from kvjax.errors import ConfigError, FormatMismatch, PromptError
@@ -35,6 +36,7 @@ from kvjax.inference.stream import Piece, Stream, TextSoFar
 from kvjax.methods.full import Full
 from kvjax.models import checkpoint, gguf, hf_config
 from kvjax.models.config import ModelConfig
+from kvjax.models.mesh import MeshLayout, MeshRules
 from kvjax.models.tokenizer import TextTokenizer
 from kvjax.ops import quantize
 from kvjax.ops.weights import check_kind, parameters, types_of
@@ -42,6 +44,7 @@ from kvjax.store.interface import Branch, Store
 from kvjax.typing import PyTree
 
 GREEDY = Sampling()
+MESH_RULES = MeshRules()
 QUESTION_CHUNK = 64  # tokens of the longest question that is fed token by token
 _SAMPLE = 1024  # weights of each array that enter the fingerprint
 
@@ -91,20 +94,24 @@ class LLM:
       tuning: choice of method, slots and type when `prefill` is given none; None = full attention.
       folder: where files that were fitted to the model are looked for, such as KVSwap's adapters: `DIR/kvjax` of a
         model directory, `FILE.kvjax` of a GGUF file; None = nowhere.
+      layout: how the model is divided on a mesh (`kvjax.models.mesh`); None = it is on one device.
     """
 
     def __init__(
         self, config: ModelConfig, params: PyTree, tokenizer: TextTokenizer | None = None,
-        tuning: PrefillDefaults | None = None, folder: pathlib.Path | None = None,
+        tuning: PrefillDefaults | None = None, *, folder: pathlib.Path | None = None, mesh: Mesh | None = None,
+        rules: MeshRules = MESH_RULES,
     ):
-        """Initialises the model; see the class for the arguments.
+        """Initialises the model; see the class and `load` for the arguments.
 
         Raises:
-          ConfigError: `tuning` is not a tuning.
+          ConfigError: `tuning` is not a tuning, or the model cannot be divided on the mesh.
           FormatMismatch: `tuning` was made for another model.
         """
         check_tuning(tuning)
-        self.config, self.params, self.tokenizer, self.tuning, self.folder = config, params, tokenizer, tuning, folder
+        self.config, self.tokenizer, self.tuning, self.folder = config, tokenizer, tuning, folder
+        self.layout = MeshLayout.on(mesh, rules)
+        self.params = params if self.layout is None else self.layout.place(config, params)
         if tuning is not None and tuning.fingerprint != self.identity:
             raise FormatMismatch(f"the tuning is for the model {tuning.fingerprint!r}, not for {self.identity!r}; "
                                  "run configs/tune.py with this model")
@@ -182,7 +189,9 @@ class LLM:
     def _read(self, reading: PromptActivations, capacity: int) -> PromptActivations:
         """Adds the activations of all layers, for caches of this capacity."""
         tokens, config = prefill.pad(reading.tokens), self.config.for_length(capacity)
-        layers = tuple(jax.device_get(layer) for layer in prefill.read(config, self.params, tokens))
+        if self.layout is not None:
+            self.layout.check_batch(len(tokens))
+        layers = tuple(jax.device_get(layer) for layer in prefill.read(config, self.params, tokens, self.layout))
         return dataclasses.replace(reading, tokens=tokens, layers=layers, capacity=capacity)
 
     def _usual_capacity(self, length: int) -> int:
@@ -231,6 +240,8 @@ class LLM:
           StoreError: the store failed.
         """
         arguments.check_kinds(method, store, slots)
+        if self.layout is not None:
+            arguments.check_in_memory(store, slots)
         prompts = self._tokenised(context, chunk)
         plan, slots, prompts = self._planned(prompts, method, store, slots, capacity, dtype)
         branch = None if store is None else self._created(plan, store, prompts)
@@ -273,8 +284,8 @@ class LLM:
             capacity = self._usual_capacity(longest) if grows or by_length else ENDLESS
         if method is None:
             method, slots, dtype = self._default(batch, capacity, store, slots, dtype)
-        method = self.with_fitted(method)
-        plan = make_plan(self.config, method, batch, capacity, "float32" if dtype is None else dtype)
+        method, dtype = self.with_fitted(method), "float32" if dtype is None else dtype
+        plan = make_plan(self.config, method, batch, capacity, dtype, self.layout)
         if longest > plan.capacity:
             raise PromptError(f"the prompt has {longest} tokens but capacity={plan.capacity}; raise the capacity")
         if prompts.read.layers and plan.config != self.config.for_length(prompts.read.capacity):
@@ -337,7 +348,7 @@ class LLM:
         key_bytes = quantize.width(plan.dtype, self.config.head_dim) * itemsize
         keys = [layer.key for layer in reading.layers]
         method = method.for_prompts(plan.layers[-1].spec, keys, np.asarray(reading.length), key_bytes)
-        return make_plan(self.config, method, plan.batch, plan.capacity, plan.dtype)
+        return make_plan(self.config, method, plan.batch, plan.capacity, plan.dtype, plan.layout)
 
     def _default(
         self, batch: int, context: int, store: Store | None, slots: Slots | None, dtype: str | None
@@ -409,6 +420,8 @@ class LLM:
           StoreError: the saved files are damaged or cannot be read.
         """
         arguments.check_method_and_slots(method, slots)
+        if self.layout is not None:
+            raise ConfigError("saved caches are restored on one device; load the model without mesh=, or prefill again")
         with progress.shown("restoring"):
             restored = persistence.restore(
                 directory, self.config, self.fingerprint, method=method, slots=slots, read_only=read_only,
@@ -621,6 +634,9 @@ class LLM:
         if cache.fingerprint != self.fingerprint:
             raise FormatMismatch(f"the cache is of the model {cache.fingerprint!r}, not of {self.fingerprint!r}; "
                                  "prefill with this model")
+        if cache.plan.layout != self.layout:
+            raise ConfigError("cache and model are on different devices; prefill with this model, or load it with the "
+                              "mesh= and rules= of the model that made the cache")
         rows = [self.encode(row, start=False) for row in arguments.rows(text)]
         if len(rows) != cache.plan.batch:
             raise PromptError(f"{len(rows)} {kind} for {cache.plan.batch} cached sequences; give one each")
@@ -652,7 +668,8 @@ def _least_blocks(plan: Plan, lengths: list[int]) -> int:
 
 
 def load(
-    path: str | os.PathLike, dtype=jnp.float32, tuning: PrefillDefaults | None = None, *, weights: str | None = None
+    path: str | os.PathLike, dtype=jnp.float32, tuning: PrefillDefaults | None = None, *, weights: str | None = None,
+    mesh: Mesh | None = None, rules: MeshRules = MESH_RULES,
 ) -> LLM:
     """Loads a local model, a Hugging Face directory or a GGUF file.
 
@@ -667,18 +684,23 @@ def load(
       weights: type of all matrices, "int8" (a scale per row) or "int4" (a scale per 32 weights; embedding and
         unembedding in int8); norms and biases stay in `dtype`. None = everything in `dtype`. It is another model than
         the one in `dtype`: `LLM.identity` differs (`kvjax.ops.weights`).
+      mesh: devices to divide the model and its caches among, such as `jax.make_mesh((2, 4), ("data", "model"))`; None =
+        one device. Each device reads its own part of the weights. Caches are in memory.
+      rules: names of the mesh axes that sequences and heads are divided over.
 
     Returns:
       The model with its tokenizer.
 
     Raises:
       CheckpointError: the model cannot be loaded; the message names file and tensor.
-      ConfigError: `dtype` or `weights` is not one of these types, `weights` is given for a mixture of experts, or
-        `tuning` is not a tuning.
+      ConfigError: `dtype` or `weights` is not one of these types, `weights` is given for a mixture of experts or with
+        a mesh, `tuning` is not a tuning, or the model cannot be divided on the mesh.
       FormatMismatch: the tuning was made for another model.
     """
-    kind = _float_type(dtype)
+    kind, layout = _float_type(dtype), MeshLayout.on(mesh, rules)
     check_kind(weights)
+    if weights is not None and layout is not None:
+        raise ConfigError(f"weights={weights!r} is for one device; leave it out with mesh=, or take dtype='bfloat16'")
     place = pathlib.Path(path).expanduser()
     if os.path.isfile(place):  # False for a name that the system refuses
         stored, tokenizer = gguf.find(path)
@@ -691,9 +713,11 @@ def load(
     if weights is not None and stored.config.experts is not None:
         raise ConfigError(f"weights={weights!r} is for models without experts, and {path} is a mixture of experts; "
                           "leave it out, or take dtype='bfloat16'")
+    if layout is not None:
+        layout.check(stored.config)
     with progress.shown("loading", len(stored.parts), "tensors") as bar:
-        params = stored.read(kind, bar.update, weights)
-    return LLM(stored.config, params, tokenizer, tuning, folder)
+        params = stored.read(kind, bar.update, weights, layout)
+    return LLM(stored.config, params, tokenizer, tuning, folder=folder, mesh=mesh, rules=rules)
 
 
 def _float_type(dtype) -> jnp.dtype:

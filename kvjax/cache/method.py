@@ -15,6 +15,9 @@ attention weights, or draw samples. Other methods of `Method` are for what few n
 (`weights`), arrays sized by the prompts (`for_prompts`), keys made from the index (`rebuild`, `score_rows`).
 `methods/README.md` writes a method from nothing, and `kvjax.check_method` tries it.
 
+Where devices share the heads of a layer, a method sees those of one: `spec.kv_heads` of `spec.all_heads`. Sums over all
+heads, and draws that depend on a head's number, go through `spec.shards`, which does nothing on one device.
+
 One decode step of one layer, in this order:
 
     select -> (plan, fetch, attend) -> observe -> append -> while due: adapt
@@ -75,7 +78,7 @@ class Method(abc.ABC):
     reuse: int = 1
     observation: int | None = 0
 
-    head_shared: ClassVar[bool] = False  # KV heads depend on each other
+    head_shared: ClassVar[bool] = False  # KV heads depend on each other, through `Spec.shards`
     fetches_alike: ClassVar[bool] = False  # all KV heads of a sequence fetch the same blocks
     placement: ClassVar[HowPlaced] = "per_head"
     evicts: ClassVar[bool] = False  # tokens may be dropped for good: not placed, or their row given to another

@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from kvjax.ops.rotary import RopeConfig
+from kvjax.ops.shards import WHOLE, Shards
 from kvjax.typing import Array, Bool, Float, Int32, PyTree, pytree
 
 
@@ -31,6 +32,12 @@ class Spec:
     key_type: str = "float32"  # type of keys in the window; keys of a prompt come in the model's type
     sliding: int | None = None  # newest tokens that the model lets a query attend, its own included; None = all
     soft_cap: float | None = None  # bound of the model's scores (`kvjax.ops.attention.soft_capped`); None = none
+    shards: Shards = WHOLE  # devices that share the layer's KV heads, each of which sees `kv_heads` of them
+
+    @property
+    def all_heads(self) -> int:
+        """KV heads of the layer, those of other devices included."""
+        return self.kv_heads * self.shards.count
 
     @property
     def selected_rows(self) -> int:

@@ -21,6 +21,12 @@ def check_kinds(method, store, slots) -> None:
                           "kvjax.HostStore() with them, or leave them out")
 
 
+def check_in_memory(store, slots) -> None:
+    """Raises ConfigError if a cache on a mesh is to have blocks or layers in a store."""
+    if store is not None or slots is not None:
+        raise ConfigError("caches on a mesh are in memory; leave out store= and slots=, or load the model without mesh")
+
+
 def check_method_and_slots(method, slots) -> None:
     """Raises ConfigError unless these are a method and slots, or None."""
     if not isinstance(method, Method | None):

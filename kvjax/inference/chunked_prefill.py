@@ -25,7 +25,7 @@ from kvjax.cache.state import LayerState, NewToken
 from kvjax.cache.types import Placement, Selection, Spec
 from kvjax.cache.write import write_token
 from kvjax.errors import ConfigError, PromptError
-from kvjax.inference import decode, progress
+from kvjax.inference import decode, on_mesh, progress
 from kvjax.inference.blocks import embed, sink_logits, unembed
 from kvjax.inference.commit import drop, forget, settle, uses_store
 from kvjax.inference.decode import LayerRead, Pending
@@ -116,12 +116,28 @@ def _check(plan: Plan, state: State, length: np.ndarray, chunk: int) -> None:
 
 def _chunk(plan: Plan, params, state: State, tokens, count):
     """Reads one chunk, of which the first `count[b]` tokens are valid; returns (State, logits of their last, ok)."""
+    if plan.layout is not None:
+        return _chunk_on_mesh(plan, params, state, tokens, count)
     loader = LayerLoader(state.layers)
     try:
         return _layer_by_layer(plan, params, state, loader, tokens, count)
     except BaseException as error:  # such as Ctrl-C, or an offloaded layer that cannot be read
         drop(state, loader, error)
         raise
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _chunk_on_mesh(plan: Plan, params, state: State, tokens, count):
+    """Reads one chunk as one program, which each device of the mesh runs on its own heads and sequences."""
+    layout, own = plan.layout, plan.of_one
+    assert layout is not None
+    cache, each = on_mesh.specs_of_state(plan), layout.by_sequence
+
+    def read(params, state, tokens, count):
+        return _layer_by_layer(own, params, state, LayerLoader(state.layers), tokens, count)
+
+    run = layout.run(read, (layout.params(plan.config, params), cache, each, each), (cache, each, layout.everywhere))
+    return run(params, state, tokens, count)
 
 
 def _layer_by_layer(plan: Plan, params, state: State, loader: LayerLoader, tokens, count):

@@ -23,12 +23,12 @@ from kvjax.cache.state import NewToken
 from kvjax.cache.types import Placement
 from kvjax.cache.write import write_token
 from kvjax.errors import ConfigError
-from kvjax.inference import lookahead
+from kvjax.inference import lookahead, on_mesh
 from kvjax.inference.blocks import embed, finish, project, sink_logits, unembed
 from kvjax.inference.commit import drop, forget, settle, uses_store
 from kvjax.inference.layer_offload import LayerLoader, is_offloaded
 from kvjax.inference.lookahead import NextLayer, Token
-from kvjax.inference.plan import Plan, State
+from kvjax.inference.plan import Plan, State, specs_of_layers
 from kvjax.ops import barriers
 from kvjax.typing import Array, Bool, Float, Int32, Logits, PyTree, pytree
 
@@ -169,17 +169,55 @@ def read_layer(
 
 
 class Parts(NamedTuple):
-    """The two halves of a layer's step."""
+    """The two halves of a layer's step, and what comes before and after all layers."""
 
     read: Callable[..., LayerRead]
     write: Callable[..., tuple[LayerCache, Placement]]
+    embed: Callable[..., Array]
+    unembed: Callable[..., Array]
+    close: Callable[..., tuple]
 
 
 @functools.cache
 def compiled_parts(donate: bool) -> Parts:
-    """Returns both halves compiled, with or without donation of the layer's cache."""
+    """Returns the parts compiled, with or without donation of the layer's cache."""
     read = jax.jit(read_layer, static_argnums=(0, 1), donate_argnums=(3,) if donate else ())
-    return Parts(read, jax.jit(write_token, static_argnums=0, donate_argnums=(1,) if donate else ()))
+    write = jax.jit(write_token, static_argnums=0, donate_argnums=(1,) if donate else ())
+    return Parts(read, write, embed, unembed, _close)
+
+
+@functools.cache
+def compiled_parts_on_mesh(plan: Plan, donate: bool) -> Parts:
+    """Returns the parts compiled for the devices of a mesh; configurations and plans are those of one device."""
+    layout, model = plan.layout, plan.config
+    assert layout is not None
+    each, heads, everywhere = layout.by_sequence, layout.heads_at(1), layout.everywhere
+    caches = dict(zip(plan.of_one.layers, specs_of_layers(plan), strict=True))
+    token, report = on_mesh.specs_of_token(layout), on_mesh.specs_of_report(layout)
+    pending = on_mesh.specs(Pending, new_token=heads, ok=everywhere, report=report)
+
+    def read(config, layer, params, cache, following, token_, selected):
+        ahead = None if following is None else caches[following.plan]
+        takes = (layout.params(model, params), caches[layer], on_mesh.specs_of_next(layout, model, following, ahead),
+                 token, heads)
+        gives = on_mesh.specs(LayerRead, x=each, cache=caches[layer], pending=pending, selected=heads, slots=everywhere)
+        run = layout.run(functools.partial(read_layer, config, layer), takes, gives)
+        return run(params, cache, following, token_, selected)
+
+    def write(layer, cache, new_token, at, gate, number, ref, tokens, leader):
+        takes = caches[layer], heads, each, each, everywhere, everywhere, each, heads
+        run = layout.run(functools.partial(write_token, layer), takes, (caches[layer], heads))
+        return run(cache, new_token, at, gate, number, ref, tokens, leader)
+
+    def whole(function):
+        return lambda config, params, x: function(layout, model, params, x)
+
+    takes, gives = (everywhere, each, everywhere, each), (everywhere, each, everywhere, each)
+    return Parts(
+        jax.jit(read, static_argnums=(0, 1), donate_argnums=(3,) if donate else ()),
+        jax.jit(write, static_argnums=0, donate_argnums=(1,) if donate else ()),
+        whole(on_mesh.embed), whole(on_mesh.unembed), jax.jit(layout.run(_close, takes, gives)),
+    )
 
 
 # ------------------------------------------------------------------------------------ all layers
@@ -231,10 +269,10 @@ def _token(plan: Plan, params, state: State, loader: LayerLoader, tokens, active
             plan.layers[i], cache, pending[i].new_token, at, gate, numbers[i], state.ref, tokens, leader
         )
 
-    x, pending = read_layers(plan, loader, embed(plan.config, params, tokens), read)
+    x, pending = read_layers(plan, loader, parts.embed(plan.config, params, tokens), read)
     reports = tuple(layer.report for layer in pending if layer.report is not None)
-    logits = unembed(plan.config, params, x)
-    ok, gate, ref, length = _close([layer.ok for layer in pending], active, state.ref, at)
+    logits = parts.unembed(plan.config, params, x)
+    ok, gate, ref, length = parts.close([layer.ok for layer in pending], active, state.ref, at)
     if one_program:
         gate &= barriers.exists(x) & barriers.positions_exist(report.selected for report in reports)
     write_layers(plan, loader, write)
@@ -257,8 +295,9 @@ def _numbers(count: int) -> list[Array]:
 
 def _staged(plan, params, state, tokens, active, donate):
     loader = LayerLoader(state.layers)
+    parts = compiled_parts(donate) if plan.layout is None else compiled_parts_on_mesh(plan, donate)
     try:
-        return _token(plan, params, state, loader, tokens, active, compiled_parts(donate), one_program=False)
+        return _token(plan.of_one, params, state, loader, tokens, active, parts, one_program=False)
     except BaseException as error:  # Ctrl-C, or an offloaded layer cannot be read: the token is over
         drop(state, loader, error)
         raise
@@ -266,7 +305,19 @@ def _staged(plan, params, state, tokens, active, donate):
 
 def fused_token(plan: Plan, params, state: State, tokens, active) -> Step:
     """Runs one token in the program that calls this."""
-    parts = Parts(read_layer, write_token)
+    layout = plan.layout
+    if layout is None:
+        return _fused_token(plan, params, state, tokens, active)
+    report, each = on_mesh.specs_of_report(layout), layout.by_sequence
+    cache = on_mesh.specs_of_state(plan)
+    gives = on_mesh.specs(Step, logits=each, state=cache, ok=layout.everywhere, reports=(report,) * len(plan.layers))
+    takes = layout.params(plan.config, params), cache, each, each
+    run = layout.run(functools.partial(_fused_token, plan.of_one), takes, gives)
+    return run(params, state, tokens, active)
+
+
+def _fused_token(plan: Plan, params, state: State, tokens, active) -> Step:
+    parts = Parts(read_layer, write_token, embed, unembed, _close)
     return _token(plan, params, state, LayerLoader(state.layers), tokens, active, parts, one_program=True)
 
 

@@ -4,10 +4,12 @@ Nothing here runs a model: `kvjax.inference.prefill` fills a cache, and `kvjax.i
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from kvjax import _validate
 from kvjax.cache import residency
@@ -20,11 +22,12 @@ from kvjax.cache.pool import MemoryPool, StoreRef, row_width
 from kvjax.cache.slots import PREFETCH, SlotPool
 from kvjax.cache.tiers import TieredPool
 from kvjax.cache.types import Spec
-from kvjax.errors import ConfigError
+from kvjax.errors import ConfigError, MethodError
 from kvjax.inference import layer_offload
 from kvjax.inference.layer_offload import OffloadedLayer
 from kvjax.methods.full import Full
 from kvjax.models.config import ModelConfig
+from kvjax.models.mesh import MeshLayout
 from kvjax.ops import quantize
 from kvjax.store import interface
 from kvjax.typing import Array, Int32, pytree
@@ -40,6 +43,12 @@ class Plan:
     batch: int
     capacity: int  # most tokens of a sequence
     dtype: str = "float32"  # type of keys and values in blocks (`kvjax.ops.quantize`)
+    layout: MeshLayout | None = None  # how the cache is divided on a mesh; None = it is on one device
+
+    @property
+    def of_one(self) -> "Plan":
+        """The plan of what one device has of the cache; this plan without a mesh."""
+        return self if self.layout is None else _of_one(self, exchanging=True)
 
 
 @pytree
@@ -110,7 +119,10 @@ def check_capacity(capacity: int) -> None:
         raise ConfigError(f"capacity={capacity!r} must be a whole number of 2 to {ENDLESS:,} tokens")
 
 
-def make_plan(config: ModelConfig, method: Method, batch: int, capacity: int, dtype: str = "float32") -> Plan:
+def make_plan(
+    config: ModelConfig, method: Method, batch: int, capacity: int, dtype: str = "float32",
+    layout: MeshLayout | None = None,
+) -> Plan:
     """Sizes every layer's cache.
 
     Keys are rotated once, when they are placed, as for a text of `capacity` tokens.
@@ -121,6 +133,7 @@ def make_plan(config: ModelConfig, method: Method, batch: int, capacity: int, dt
       batch: number of sequences.
       capacity: largest number of tokens of a sequence.
       dtype: type of keys and values in blocks (`kvjax.ops.quantize`).
+      layout: how the cache is divided on a mesh; None = it is on one device.
 
     Returns:
       The plan.
@@ -128,10 +141,18 @@ def make_plan(config: ModelConfig, method: Method, batch: int, capacity: int, dt
     Raises:
       ConfigError: the sizes do not fit together, or `dtype` does not exist.
     """
+    if layout is not None:
+        layout.check(config)
+        layout.check_batch(batch)
     quantize.check(dtype, config.head_dim)
     check_capacity(capacity)
     capacity = int(capacity)  # not a NumPy integer, as it is saved as JSON
     config = config.for_length(capacity)
+    return Plan(config, method, _layers_of(config, method, capacity, dtype), batch, capacity, dtype, layout)
+
+
+def _layers_of(config: ModelConfig, method: Method, capacity: int, dtype: str) -> tuple[LayerPlan, ...]:
+    """Returns the plan of every layer of a model, or of what one device has of it."""
     sizes = {"kv_heads": config.num_kv_heads, "group": config.group, "head_dim": config.head_dim, "capacity": capacity}
     dense = Full()
     layers = []
@@ -141,10 +162,59 @@ def make_plan(config: ModelConfig, method: Method, batch: int, capacity: int, dt
         filters = chosen.dense_filters and not follows and _follows(config, method, i + 1)
         spec = dataclasses.replace(
             chosen.spec(**sizes), rope=layer.rope, key_type=quantize.tail_type(dtype), sliding=layer.window,
-            soft_cap=layer.soft_cap,
+            soft_cap=layer.soft_cap, shards=layer.shards,
         )
         layers.append(LayerPlan(chosen, spec, follows, filters))
-    return Plan(config, method, tuple(layers), batch, capacity, dtype)
+    return tuple(layers)
+
+
+@functools.cache
+def _of_one(plan: Plan, exchanging: bool) -> Plan:
+    assert plan.layout is not None
+    config = plan.layout.of_one(plan.config, exchanging)
+    layers = _layers_of(config, plan.method, plan.capacity, plan.dtype)
+    batch = plan.batch // plan.layout.sequence_parts
+    return dataclasses.replace(plan, config=config, layers=layers, batch=batch, layout=None)
+
+
+@functools.cache
+def specs_of_layers(plan: Plan) -> tuple[LayerCache, ...]:
+    """Returns where the arrays of every layer's cache are on the mesh: partition specs in the place of arrays.
+
+    An array is divided along the axes that are shorter in the cache of one device: the first by sequences, others by
+    heads.
+
+    Raises:
+      MethodError: the size of an array neither stays the same nor divides.
+    """
+    assert plan.layout is not None
+    own, specs, known = _of_one(plan, exchanging=False), [], {}
+    for i, layer in enumerate(plan.layers):
+        shapes = tuple(map(np.shape, jax.tree.leaves(layer.method.weights(i))))
+        if (layer, shapes) not in known:
+            known[layer, shapes] = _specs(plan, layer, *(outline(some, i, False, Slots()) for some in (plan, own)))
+        specs.append(known[layer, shapes])
+    return tuple(specs)
+
+
+def _specs(plan: Plan, layer: LayerPlan, whole: LayerCache, own: LayerCache) -> LayerCache:
+    layout = plan.layout
+    assert layout is not None
+
+    def spec(whole, own):
+        names = [*layout.by_sequence]
+        for size, part in zip(whole.shape[1:], own.shape[1:], strict=True):
+            if size not in (part, part * layout.head_parts):
+                raise ValueError(f"an axis of {size} is one of {part} on each of {layout.head_parts} devices")
+            names.append(None if size == part else layout.rules.heads)
+        return PartitionSpec(*names)
+
+    try:
+        return jax.tree.map(spec, whole, own)
+    except ValueError as cause:
+        raise MethodError(f"{layer.method.name} breaks the contract of methods: its arrays do not divide by KV heads "
+                          f"({cause}); size them by `spec.kv_heads`, or by `spec.all_heads` where all devices have "
+                          "the same") from cause
 
 
 def _follows(config: ModelConfig, method: Method, i: int) -> bool:
@@ -261,6 +331,8 @@ def check_plan(plan: Plan, store: bool, slots: Slots) -> None:
             check_outputs(layer.method, layer.spec)
             outline(plan, i, store, slots)
         tried.add(kind)
+    if plan.layout is not None:
+        specs_of_layers(plan)
 
 
 def copy_state(state: State) -> State:

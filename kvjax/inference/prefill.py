@@ -11,15 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.fill import Prompts, check_enough, empty_state, fill_state, in_memory, stored_rows
-from kvjax.cache.layer import LayerCache
+from kvjax.cache.layer import LayerCache, LayerPlan
 from kvjax.cache.pool import StoreRef
 from kvjax.cache.read import choose
 from kvjax.cache.state import LayerState
 from kvjax.errors import PromptError
-from kvjax.inference import layer_offload, progress
+from kvjax.inference import layer_offload, on_mesh, progress
 from kvjax.inference.blocks import embed, sink_logits, unembed
-from kvjax.inference.plan import Plan, Slots, State, on_store, outline, slot_pool
+from kvjax.inference.plan import Plan, Slots, State, on_store, outline, slot_pool, specs_of_layers
 from kvjax.models.config import ModelConfig
+from kvjax.models.mesh import MeshLayout
 from kvjax.models.transformer import Block
 from kvjax.ops import attention
 from kvjax.store import interface
@@ -63,7 +64,8 @@ class PromptActivations:
 
 
 def read(
-    config: ModelConfig, params: PyTree, tokens: Int32[Array, "B T"] | Int32[np.ndarray, "B T"]
+    config: ModelConfig, params: PyTree, tokens: Int32[Array, "B T"] | Int32[np.ndarray, "B T"],
+    layout: MeshLayout | None = None,
 ) -> Iterator[Activations]:
     """Reads prompts densely, layer by layer.
 
@@ -71,13 +73,19 @@ def read(
       config: configuration of the model.
       params: weights of the model.
       tokens: token ids [B, T], right-padded as `pad` does.
+      layout: how the model is divided on a mesh; None = it is on one device.
 
     Yields:
       The activations of each layer.
     """
-    x, size = embed(config, params, tokens), min(_CHUNK, tokens.shape[1])
+    size = min(_CHUNK, tokens.shape[1])
+    x = embed(config, params, tokens) if layout is None else on_mesh.embed(layout, config, params, tokens)
     for i, layer in enumerate(config.layers):
-        out, key, value = _read_layer(layer, size, params[f"layers_{i}"], x)
+        weights = params[f"layers_{i}"]
+        if layout is None:
+            out, key, value = _read_layer(layer, size, weights, x)
+        else:
+            out, key, value = _read_layer_on_mesh(layout, layer, size, weights, x)
         yield Activations(x, key, value, out)
         x = out
 
@@ -133,6 +141,10 @@ def fill_cache(
       StoreError: the store cannot be written.
     """
     tokens, length = jnp.asarray(padded), jnp.asarray(lengths, jnp.int32)
+    layout = plan.layout
+    if layout is not None:  # devices that exchange numbers have to run the same programs in the same order
+        tokens, length = (layout.put(x, layout.by_sequence) for x in (tokens, length))
+        pipelined = False
     slots, caches, before = slots or Slots(), [], None
     hidden: Any = None
     lot = _offload_branch(plan, branch, slots)
@@ -141,12 +153,15 @@ def fill_cache(
     def index(i, activations):
         """Adds layer i's cache; must be called layer by layer."""
         nonlocal before
-        prompts = Prompts(
-            activations.key, activations.value, length, tokens, _last_queries(plan, i, params, activations.x, length)
-        )
         leader = before if plan.layers[i].follows else None
-        samples = _sample_queries(plan, i, branch, params, activations.x, length)
-        cache = fill(plan, i, prompts, leader, branch, slots, samples)
+        if layout is None:
+            queries = _last_queries(
+                plan.config.layers[i], plan.layers[i], params[f"layers_{i}"], activations.x, length)
+            prompts = Prompts(activations.key, activations.value, length, tokens, queries)
+            samples = _sample_queries(plan, i, branch, params, activations.x, length)
+            cache = fill(plan, i, prompts, leader, branch, slots, samples)
+        else:
+            cache = _fill_on_mesh(plan, i, params, activations, length, tokens, leader)
         before = cache.state
         caches.append(layer_offload.offload(lot, i, cache) if lot else cache)
 
@@ -154,7 +169,7 @@ def fill_cache(
         with ThreadPoolExecutor(1) as indexer:
             pending = indexer.submit(lambda: None)
             with progress.shown("reading the prompt", len(plan.layers), "layers") as bar:
-                for i, activations in enumerate(layers or read(plan.config, params, tokens)):
+                for i, activations in enumerate(layers or read(plan.config, params, tokens, layout)):
                     pending.result()  # at most one layer is queued, which bounds memory
                     pending, hidden = indexer.submit(index, i, activations), activations.out
                     bar.update()
@@ -164,7 +179,10 @@ def fill_cache(
         last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]
         handle, generation = (-1, 0) if branch is None else (branch.handle, branch.generation)
         ref = StoreRef(jnp.int32(handle), jnp.int32(generation))
-        return State(tuple(caches), length, ref), unembed(plan.config, params, last)
+        if layout is None:
+            return State(tuple(caches), length, ref), unembed(plan.config, params, last)
+        ref = jax.tree.map(lambda number: layout.put(number, layout.everywhere), ref)
+        return State(tuple(caches), length, ref), on_mesh.unembed(layout, plan.config, params, last)
     except BaseException:
         if lot is not None:
             lot.discard()
@@ -225,6 +243,15 @@ def batch(rows: Sequence[Sequence[int]]) -> tuple[Int32[np.ndarray, "B T"], Int3
     return tokens, length
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _read_layer_on_mesh(layout: MeshLayout, config, size, params, x):
+    """Applies one layer of the whole model to prompts, as `_read_layer` does."""
+    takes, heads = (layout.params(config, params), layout.by_sequence), layout.heads_at(2)
+    run = layout.run(functools.partial(_read_layer, layout.of_one(config), size), takes,
+                     (layout.by_sequence, heads, heads))
+    return run(params, x)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _read_layer(config, size, params, x):
     """Applies one layer to whole prompts x[B, T, E]; returns the next hidden states, keys and values."""
@@ -260,12 +287,12 @@ def _sample_queries(plan: Plan, i: int, branch, params, x, length):
     return _queries_at(plan.config.layers[i], params[f"layers_{i}"], x, length, back).swapaxes(0, 1)
 
 
-def _last_queries(plan: Plan, i: int, params, x, length):
+def _last_queries(config: ModelConfig, plan: LayerPlan, params, x, length):
     """Returns queries [B, Q, H, D] of each prompt's last tokens; None if the layer's method does not ask for them."""
-    wanted = 0 if plan.layers[i].follows else plan.layers[i].method.observed
+    wanted = 0 if plan.follows else plan.method.observed
     count = x.shape[1] if wanted is None else min(wanted, x.shape[1])
     back = jnp.arange(count, dtype=jnp.int32)[None, ::-1]
-    return _queries_at(plan.config.layers[i], params[f"layers_{i}"], x, length, back) if count else None
+    return _queries_at(config, params, x, length, back) if count else None
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -315,6 +342,31 @@ def fill(
     prompt = interface.Prompt(pos, None if retrieved is None else retrieved[:, :, :heads])
     branch.write_layer(i, interface.Gathered(rows, pos), np.asarray(state.count[:, :heads]), prompt)
     return LayerCache(state, slot_pool(plan, i, slots))
+
+
+def _fill_on_mesh(plan: Plan, i: int, params, activations: Activations, length, tokens, leader) -> LayerCache:
+    """Creates layer i's cache in the memory of a mesh's devices, each of which indexes its own heads."""
+    prompt, layer = (activations.x, activations.key, activations.value, length, tokens), plan.layers[i]
+    number = i if layer.follows else plan.layers.index(layer)  # layers alike share a program
+    weights = layer.method.weights(i)
+    return _filled_on_mesh(plan, number, plan.config.layers[i], params[f"layers_{i}"], prompt, leader, weights)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _filled_on_mesh(plan: Plan, i: int, model: ModelConfig, params, prompt, leader, weights) -> LayerCache:
+    layout, layer = plan.layout, plan.of_one.layers[i]
+    assert layout is not None
+    caches, each, keys, config = specs_of_layers(plan), layout.by_sequence, layout.heads_at(2), layout.of_one(model)
+
+    def fill_own(params, prompt, leader, weights):
+        x, key, value, length, tokens = prompt
+        prompts = Prompts(key, value, length, tokens, _last_queries(config, layer, params, x, length))
+        state, placement = _filled(layer, plan.dtype, weights, prompts, leader)
+        return LayerCache(state, in_memory(layer, state, placement, prompts, plan.dtype))
+
+    followed = layout.everywhere if leader is None else caches[i - 1].state
+    takes = layout.params(model, params), (each, keys, keys, each, each), followed, layout.everywhere
+    return layout.run(fill_own, takes, caches[i])(params, prompt, leader, weights)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

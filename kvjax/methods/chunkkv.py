@@ -57,7 +57,7 @@ class ChunkKV(PromptEvictor):
     def prompt_worth(self, spec, context):
         scores = over_group(observation_scores(spec, context), self.aggregation)
         if self.shared:
-            scores = jnp.broadcast_to(jnp.sum(scores, axis=0), scores.shape)
+            scores = jnp.broadcast_to(spec.shards.sum(jnp.sum(scores, axis=0)), scores.shape)
         return _chunk_means(scores, context.valid, self.chunk)
 
 

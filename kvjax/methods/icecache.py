@@ -175,7 +175,7 @@ class IceCache(Method):
         return dci.Search(beam, -(-3 * beam // 2) if self.pages is None else self.pages, self.visit)
 
     def _seeds(self, spec):
-        return kmeans.fixed_seeds(self.seed, spec.kv_heads)
+        return spec.shards.own(kmeans.fixed_seeds(self.seed, spec.all_heads))
 
 
 def _best_of(score: Float[Array, "G N C"], count: int) -> Float[Array, "G N"]:

@@ -126,7 +126,9 @@ class InfLLM(ObservingMethod):
         pooled = scores.reshape(1, -1, spec.num_blocks) if self.shared else scores
         occupied, full = view.count > 0, view.count == spec.block_rows
         known = jnp.where(full[: len(pooled), None], pooled, NEGATIVE)  # a block is full in all heads or in none
-        score = jnp.where(full, aggregate(known, self.aggregation), jnp.inf)
+        score = aggregate(known, self.aggregation)
+        score = spec.shards.over_all(score, self.aggregation) if self.shared else score
+        score = jnp.where(full, score, jnp.inf)
         return Selection(top_blocks(score, occupied, spec.max_blocks))
 
     def observe(self, spec, index, view, pos, weight):

@@ -122,21 +122,21 @@ class KVSwap(LowRankMethod):
 
     def init(self, spec, weights):
         if self.fitted is None:
-            return self.empty(spec, unknown_directions(spec.kv_heads, spec.head_dim, self._rank(spec), self.joint))
-        if weights.shape[:2] != (spec.kv_heads, spec.head_dim):
+            return self.empty(spec, unknown_directions(spec, self._rank(spec), self.joint))
+        if weights.shape[:2] != (spec.all_heads, spec.head_dim):
             raise ConfigError(f"the adapters are for {weights.shape[0]} KV heads of size {weights.shape[1]}, but the "
-                              f"model has {spec.kv_heads} of size {spec.head_dim}; fit adapters to this model "
+                              f"model has {spec.all_heads} of size {spec.head_dim}; fit adapters to this model "
                               "(configs/train_svd.py)")
-        return self.empty(spec, jnp.asarray(weights))
+        return self.empty(spec, spec.shards.own(jnp.asarray(weights)))
 
     def adapter(self, spec, index, context):
         if self.fitted is not None:
             return index.adapter
-        return leading_directions(context.key, context.valid, self._rank(spec), self.joint)
+        return leading_directions(context.key, context.valid, self._rank(spec), self.joint, spec.shards)
 
     def _rank(self, spec) -> int:
         """Returns r of the prompt's own SVD."""
-        size = spec.head_dim * (spec.kv_heads if self.joint else 1)
+        size = spec.head_dim * (spec.all_heads if self.joint else 1)
         sigma = self.sigma or _SIGMA
         if sigma > size:
             raise ConfigError(f"sigma={sigma} leaves none of the {size} dimensions; lower it")

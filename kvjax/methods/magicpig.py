@@ -99,7 +99,7 @@ class MagicPIG(SamplingMethod):
         drawn = jnp.where(everything, occupied[:, None], drawn)
         union = jnp.any(drawn, axis=1)
         seed = jax.random.fold_in(jax.random.key(self.seed), index.stored)
-        priority = jax.random.uniform(seed, union.shape, jnp.float32)
+        priority = spec.shards.own(jax.random.uniform(seed, (spec.all_heads, spec.num_blocks), jnp.float32))
         block = top_blocks(priority, union, spec.max_blocks)
         drawn_count = jnp.sum(union, axis=-1, dtype=jnp.int32).astype(jnp.float32)
         oversampling = jnp.maximum(drawn_count / max(spec.selected_rows, 1), 1.0)

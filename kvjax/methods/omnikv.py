@@ -48,5 +48,6 @@ class OmniKV(Oracle):
 
     def select(self, spec, index, view, q):
         all_heads = self.scores(spec, index, view, q).reshape(1, -1, spec.num_blocks)
-        score = jnp.broadcast_to(aggregate(all_heads, self.aggregation), (spec.kv_heads, spec.num_blocks))
+        score = spec.shards.over_all(aggregate(all_heads, self.aggregation), self.aggregation)
+        score = jnp.broadcast_to(score, (spec.kv_heads, spec.num_blocks))
         return Selection(top_blocks(score, view.count > 0, spec.max_blocks))

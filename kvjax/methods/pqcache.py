@@ -87,7 +87,7 @@ class PQCache(Method):
 
     def build(self, spec, index, context):
         parts = split(context.key, self.parts)
-        seeds = kmeans.fixed_seeds(self.seed, (spec.kv_heads, self.parts))
+        seeds = spec.shards.own(kmeans.fixed_seeds(self.seed, (spec.all_heads, self.parts)))
         learn = functools.partial(centroids_of, count=2**self.bits, iterations=self.iterations)
 
         def one_part(args):

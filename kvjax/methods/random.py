@@ -56,8 +56,8 @@ class Random(Method):
 
     def select(self, spec, index, view, q):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), index.layer), index.stored)
-        drawn = jax.random.uniform(key, (spec.kv_heads, spec.num_blocks), jnp.float32)
-        return Selection(top_blocks(drawn, view.count > 0, spec.max_blocks))
+        drawn = jax.random.uniform(key, (spec.all_heads, spec.num_blocks), jnp.float32)
+        return Selection(top_blocks(spec.shards.own(drawn), view.count > 0, spec.max_blocks))
 
     def append(self, spec, index, view, evicted):
         placement = in_token_order(spec, evicted)

@@ -145,22 +145,23 @@ class ShadowKV(Method):
 
 def _empty(spec: Spec, sigma: float | int, outliers: tuple[int, ...]) -> Shadow:
     rank = _rank(spec, sigma)
-    leading = lowrank.unknown_directions(spec.kv_heads, spec.head_dim, rank, True)
+    leading = lowrank.unknown_directions(spec, rank, True)
     low = CompressedKeys(leading, jnp.zeros((1, spec.num_blocks * spec.block_rows, rank), jnp.float32), jnp.int32(0))
     return Shadow(low, jnp.zeros((*outliers, spec.block_rows, spec.head_dim), jnp.float32))
 
 
 def _rank(spec: Spec, sigma: float | int) -> int:
     """Returns the number of coordinates that are stored of a token's keys."""
-    return max(1, round(spec.kv_heads * spec.head_dim / sigma))
+    return max(1, round(spec.all_heads * spec.head_dim / sigma))
 
 
 def _shadow(spec: Spec, empty: Shadow, context, outlier) -> Shadow:
     """Stores a prompt's keys: leading directions, the coordinates of each token, and the exact keys of outliers."""
     raw, rank = _turn(spec, context.key.astype(jnp.float32), -context.pos), empty.low.key.shape[-1]
-    low = dataclasses.replace(empty.low, adapter=lowrank.leading_directions(raw, context.valid, rank, True))
+    leading = lowrank.leading_directions(raw, context.valid, rank, True, spec.shards)
+    low = dataclasses.replace(empty.low, adapter=leading)
     position = jnp.where(context.valid, jnp.cumsum(context.valid, dtype=jnp.int32) - 1, low.tokens)
-    low = dataclasses.replace(low, key=lowrank.store(low, lowrank.compress(low, raw), position))
+    low = dataclasses.replace(low, key=lowrank.store(low, lowrank.compress(spec, low, raw), position))
     first, row = jnp.argmax(context.valid).astype(jnp.int32), jnp.arange(spec.block_rows, dtype=jnp.int32)
     token = first + outlier[..., None] * spec.block_rows + row
     head = jnp.arange(spec.kv_heads, dtype=jnp.int32)[:, None, None]
@@ -172,7 +173,7 @@ def _appended(spec: Spec, shadow: Shadow, index: Landmarks, evicted, placement) 
     low, key = shadow.low, evicted.key.astype(jnp.float32)
     raw = _turn(spec, key[:, None], -evicted.pos[None])
     position = jnp.where(evicted.valid, index.stored, low.tokens)
-    low = dataclasses.replace(low, key=lowrank.store(low, lowrank.compress(low, raw), position[None]))
+    low = dataclasses.replace(low, key=lowrank.store(low, lowrank.compress(spec, low, raw), position[None]))
     head, match = jnp.arange(spec.kv_heads, dtype=jnp.int32), index.outlier == placement.block[:, None]
     which = jnp.argmax(match, axis=-1).astype(jnp.int32)
     which = jnp.where(jnp.any(match, axis=-1) & evicted.valid, which, match.shape[1])

@@ -23,6 +23,7 @@ from kvjax.errors import CheckpointError, ConfigError
 from kvjax.models import hf_config, json_file, tensor_file
 from kvjax.models.config import ModelConfig
 from kvjax.models.expert_tensors import expert_by_expert, in_files
+from kvjax.models.mesh import MeshLayout
 from kvjax.models.tensor_file import StoredTensor
 from kvjax.models.tensor_names import EMBEDDING, HEAD, Target, check_tensor, targets_of
 from kvjax.ops.weights import QuantisedMatrix, widened
@@ -58,9 +59,10 @@ class Weights:
         return {path: (stored,) for path, stored in self.tensors.items()} | dict(self.stacks)
 
     def read(
-        self, dtype: DTypeLike = jnp.float32, advance: Callable[[], object] | None = None, kind: str | None = None
+        self, dtype: DTypeLike = jnp.float32, advance: Callable[[], object] | None = None, kind: str | None = None,
+        layout: MeshLayout | None = None,
     ) -> PyTree:
-        """Returns the parameters of `Transformer(config)` on the device.
+        """Returns the parameters of `Transformer(config)` on the device, or divided among those of a mesh.
 
         Parameters are read one at a time, in the order of the files, so that the host holds at most one of them.
 
@@ -70,6 +72,7 @@ class Weights:
           kind: type of all matrices, one of `kvjax.ops.weights.KINDS`; None = `dtype`. Embedding and unembedding have
             8 bits at least: an error in them meets every token, and other formats spare them, too. Those of experts
             are of type `dtype`.
+          layout: how the model is divided on a mesh; None = it is on one device.
 
         Raises:
           CheckpointError: a value is not finite in the file or as `dtype`, or a file cannot be read.
@@ -79,7 +82,10 @@ class Weights:
         with contextlib.ExitStack() as files:
             opened = functools.cache(lambda file: files.enter_context(_opened(file)))
             for path, parts in sorted(self.parts.items(), key=lambda item: (item[1][0].file, item[1][0].offset)):
-                if path in self.stacks:
+                if layout is not None:
+                    sharding = layout.sharding(self.config, path)
+                    params[path] = tensor_file.read_divided(opened, parts, dtype, sharding, path in self.stacks)
+                elif path in self.stacks:
                     params[path] = tensor_file.read_stacked(opened, parts, dtype)
                 else:
                     params[path] = tensor_file.read(opened(parts[0].file), parts[0], dtype, self._kind(path, kind))

@@ -6,6 +6,7 @@ from typing import Literal
 
 from kvjax.errors import ConfigError
 from kvjax.ops.rotary import RopeConfig
+from kvjax.ops.shards import WHOLE, Shards
 
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "mixtral", "qwen2_moe", "qwen3_moe",
@@ -72,6 +73,9 @@ class ModelConfig:
     out_norms      whether outputs of attention and feed-forward network are normalised
     scaled_embedding  whether embeddings are multiplied by the square root of hidden_size
     experts        mixture of experts that layers have as their feed-forward network; None = no layer
+    shards         devices among which heads and intermediate sizes are divided (`kvjax.models.mesh`); the sizes here
+                   are those on one of them
+    vocabulary     devices among which the vocabulary is divided, likewise
     """
 
     family: str
@@ -104,6 +108,8 @@ class ModelConfig:
     norm_offset: float = 0.0
     out_norms: bool = False
     scaled_embedding: bool = False
+    shards: Shards = WHOLE
+    vocabulary: Shards = WHOLE
 
     def __repr__(self) -> str:
         # `LLM.identity`, which adapters and delimiter tables name, digests this text: fields that came later are left

@@ -9,6 +9,7 @@ from typing import Any, BinaryIO, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from kvjax import _files
@@ -115,23 +116,74 @@ def read_stacked(
     Raises:
       CheckpointError: as `read`.
     """
+    return _on_device(_stacked(opened, parts, jnp.dtype(dtype)))
+
+
+def read_divided(
+    opened: Callable[[pathlib.Path], BinaryIO], parts: Sequence[StoredTensor], dtype: DTypeLike, sharding: Sharding,
+    stacked: bool,
+) -> jax.Array:
+    """Returns one tensor, or tensors of one shape stacked along a new first axis, divided among devices.
+
+    A device's part of a tensor's rows is read from the file for it, and so are its columns, of which the host holds no
+    others. Stacked tensors, and those whose rows are in another order in the file, are read once, and cut on the host.
+
+    Args:
+      opened: function that opens a tensor's file without a buffer.
+      parts: the tensor, or those to stack.
+      dtype: type to convert to.
+      sharding: where each part of the result goes.
+      stacked: whether the tensors are stacked.
+
+    Raises:
+      CheckpointError: as `read`.
+    """
+    dtype, first = jnp.dtype(dtype), parts[0]
+    shape = (len(parts), *first.shape) if stacked else first.shape
+    known: dict[tuple, np.ndarray] = {}  # what several devices have is read once
+
+    def whole() -> np.ndarray:
+        if () not in known:
+            known[()] = _stacked(opened, parts, dtype) if stacked else _stacked(opened, parts, dtype)[0]
+        return known[()]
+
+    def part(index: Any) -> np.ndarray:
+        span = tuple(cut.indices(size)[:2] for cut, size in zip(index, shape, strict=True))
+        if stacked or len(shape) != 2 or first.heads or first.every is not None:
+            return whole()[index]
+        if span not in known:
+            (top, bottom), columns = span
+            rows = first._replace(shape=(bottom - top, shape[1]))
+            rows = rows._replace(offset=first.offset + top * row_bytes(first.dtype, shape[1]))
+            known[span] = np.empty((bottom - top, columns[1] - columns[0]), dtype)
+            _fill([known[span]], opened(first.file), rows, dtype, columns=slice(*columns))
+        return known[span]
+
+    return jax.make_array_from_callback(shape, sharding, part).block_until_ready()
+
+
+def _stacked(opened: Callable[[pathlib.Path], BinaryIO], parts: Sequence[StoredTensor], dtype: np.dtype) -> np.ndarray:
     rows, columns = parts[0].matrix
-    values = _aligned((len(parts) * rows, columns), jnp.dtype(dtype)).reshape(len(parts), rows, columns)
+    values = _aligned((len(parts) * rows, columns), dtype).reshape(len(parts), rows, columns)
     for i, stored in enumerate(parts):
-        _fill([values[i]], opened(stored.file), stored, jnp.dtype(dtype))
-    return _on_device(values.reshape(len(parts), *parts[0].shape))
+        _fill([values[i]], opened(stored.file), stored, dtype)
+    return values.reshape(len(parts), *parts[0].shape)
 
 
 def _fill(
-    arrays: Sequence[np.ndarray], file: BinaryIO, stored: StoredTensor, dtype: np.dtype, kind: str | None = None
+    arrays: Sequence[np.ndarray], file: BinaryIO, stored: StoredTensor, dtype: np.dtype, kind: str | None = None,
+    columns: slice = slice(None),
 ) -> None:
-    """Reads a tensor into an array [rows, columns] of type `dtype`, or into those of a matrix in few bits."""
+    """Reads a tensor into an array [rows, columns] of type `dtype`, or into those of a matrix in few bits.
+
+    Of rows that are in the file as they are, only the given columns are kept.
+    """
     what, start = f"{stored.file}: tensor {stored.name}", 0
     for piece in _pieces(file, stored, what):
         check_finite(what, piece, dtype)
         piece = piece.astype(np.float32) + stored.shift if stored.shift else piece
         if stored.every is None:
-            kept = (piece,) if kind is None else weights.codes_and_scale(piece.astype(np.float32), kind)
+            kept = (piece[:, columns],) if kind is None else weights.codes_and_scale(piece.astype(np.float32), kind)
             for array, rows in zip(arrays, kept, strict=True):
                 _put(array, rows, start, stored.heads)
         elif len(stored.shape) == 1:

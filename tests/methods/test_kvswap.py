@@ -228,7 +228,7 @@ def test_what_selects_for_a_whole_batch_scores_each_sequence_as_if_alone(joint, 
     if bits < 32:
         key = jnp.asarray(rng.integers(0, 256, key.shape, np.uint8))
         scale = jnp.asarray(rng.uniform(size=(3, shape[0], rank)), jnp.float32)
-    index = lowrank.CompressedKeys(adapter, key, jnp.full(3, tokens - 3, jnp.int32), scale)
+    index = lowrank.CompressedKeys(adapter, key, jnp.full(3, tokens - 3, jnp.int32), scale, together=joint)
     together, alone = jax.jit(jax.vmap(method._importance))(index, q), jax.jit(method._importance)
     for b in range(3):
         np.testing.assert_array_equal(together[b], alone(*jax.tree.map(operator.itemgetter(b), (index, q))))

@@ -135,11 +135,13 @@ def expect(
 
 
 def _check(llm: LLM, store: Store, family: Family, space: Space) -> None:
-    """Raises ConfigError unless `store` is one that can be tuned for, FormatMismatch for another model's adapters.
+    """Raises ConfigError unless model and store can be tuned for, FormatMismatch for another model's adapters.
 
     A store of one file is refused, because each group size needs a temporary file. A store with a codec is refused,
     because the measured rows are artificial, and their compressed size would say nothing.
     """
+    if llm.layout is not None:
+        raise ConfigError("tuning measures caches over a store, which are on one device; load the model without mesh=")
     if not is_store(store):
         raise ConfigError(f"store={store!r} is no store; give one such as kvjax.FlashStore(directory=...)")
     if isinstance(store, FlashStore) and not store.temporary:

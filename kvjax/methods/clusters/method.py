@@ -139,4 +139,4 @@ class ClusterMethod(AdaptiveMethod):
         )
 
     def _seeds(self, spec):
-        return kmeans.fixed_seeds(self.seed, spec.kv_heads)
+        return spec.shards.own(kmeans.fixed_seeds(self.seed, spec.all_heads))

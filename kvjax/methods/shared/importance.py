@@ -88,7 +88,7 @@ def prompt_scores(
       ConfigError: the queries are not known.
     """
     def gain(queries):
-        weight = jnp.mean(query_weights(spec, context, *queries), axis=(0, 1))
+        weight = spec.shards.mean(jnp.mean(query_weights(spec, context, *queries), axis=(0, 1)))
         return gain_of(weight, queries[1], rule)
 
     gains = jax.lax.map(gain, queries_in_parts(context)).reshape(-1, rule.future)

@@ -22,6 +22,7 @@ from kvjax.errors import ConfigError
 from kvjax.ops import kernels, lowbit
 from kvjax.ops.attention import NEGATIVE
 from kvjax.ops.barriers import computed_once
+from kvjax.ops.shards import WHOLE, Shards
 from kvjax.ops.topk import aggregate, top_blocks
 from kvjax.typing import Array, Bool, Float, Int32, Num, pytree
 
@@ -42,11 +43,8 @@ class CompressedKeys:
     stored: Int32[Array, "*B"]  # tokens in groups
     scale: Float[Array, "*B F r"] | None = None  # step of each dimension's codes; None = keys are floats
     centre: Float[Array, "*B F r"] | None = None  # of coded keys: mean of the prompt's, subtracted before coding
-
-    @property
-    def together(self) -> bool:
-        """Whether a token has one projection for all heads (F = 1)."""
-        return self.key.shape[-3] == 1
+    # whether a token has one projection for all heads, those on other devices included
+    together: bool = dataclasses.field(default=True, metadata={"static": True})
 
     @property
     def by_token(self) -> bool:
@@ -136,14 +134,15 @@ class LowRankMethod(Method):
 
     def empty(self, spec: Spec, adapter: Float[Array, "K D r"]) -> CompressedKeys:
         """Returns an index without tokens."""
-        shape = (1 if self.joint else spec.kv_heads, spec.num_blocks * spec.block_rows, adapter.shape[-1])
+        together = self.joint or spec.all_heads == 1
+        shape = (1 if together else spec.kv_heads, spec.num_blocks * spec.block_rows, adapter.shape[-1])
         key, scale, centre = jnp.zeros(shape, jnp.float32), None, None
         if self.bits != _FLOAT:
             key = jnp.zeros(lowbit.packed_shape(shape, self.bits), jnp.uint8)
             scale = jnp.ones((shape[0], shape[2]), jnp.float32)
             centre = jnp.zeros_like(scale)
-        key = key if shape[0] == 1 and scale is None else key.swapaxes(1, 2)
-        return CompressedKeys(adapter.astype(jnp.float32), key, jnp.int32(0), scale, centre)
+        key = key if together and scale is None else key.swapaxes(1, 2)
+        return CompressedKeys(adapter.astype(jnp.float32), key, jnp.int32(0), scale, centre, together)
 
     def blocks(self, capacity, rows):
         return in_pages(capacity, self.group, rows)
@@ -163,7 +162,7 @@ class LowRankMethod(Method):
         index = dataclasses.replace(index, adapter=self.adapter(spec, index, context))
         offset = jnp.cumsum(context.valid, dtype=jnp.int32) - 1
         count = jnp.sum(context.valid, dtype=jnp.int32)
-        low = compress(index, context.key)
+        low = compress(spec, index, context.key)
         if index.scale is not None:
             centre = jnp.sum(jnp.where(context.valid[:, None], low, 0.0), axis=1) / jnp.maximum(count, 1)
             scale = functools.partial(lowbit.closest_scale, bits=self.bits, valid=context.valid)
@@ -175,7 +174,9 @@ class LowRankMethod(Method):
     def select(self, spec, index, view, q):
         hides = spec.sliding is not None
         seen = jnp.repeat(view.count[0] > 0, spec.block_rows) if hides else None  # counts are the same in all heads
-        best = jnp.max(self._importance(index, q, seen).reshape(-1, spec.num_blocks, spec.block_rows), axis=-1)
+        score = self._importance(index, q, seen)
+        score = spec.shards.over_all(score, self.aggregation) if self.shared else score
+        best = jnp.max(score.reshape(-1, spec.num_blocks, spec.block_rows), axis=-1)
         count = view.count[: best.shape[0]]  # the same in all heads
         occupied, unfinished = count > 0, (count > 0) & (count < spec.block_rows)
         score = jnp.where(unfinished, jnp.inf, best)
@@ -186,7 +187,7 @@ class LowRankMethod(Method):
     def _importance(
         self, index: CompressedKeys, q: Float[Array, "K G D"], seen: Bool[Array, "N"] | None = None
     ) -> Float[Array, "S N"]:
-        """Returns every token's score, for all heads (S = 1) or for each KV head (S = K).
+        """Returns every token's score, for all heads of this device (S = 1) or for each KV head (S = K).
 
         Args:
           index: compressed keys.
@@ -212,15 +213,15 @@ class LowRankMethod(Method):
     def append(self, spec, index, view, evicted):
         placement = in_token_order(spec, evicted)
         token = jnp.where(evicted.valid, index.stored, index.tokens)
-        key = store(index, compress(index, evicted.key[:, None]), token[None])
+        key = store(index, compress(spec, index, evicted.key[:, None]), token[None])
         return dataclasses.replace(index, key=key, stored=index.stored + evicted.valid), placement
 
 
-def compress(index: CompressedKeys, key: Float[Array, "K T D"]) -> Float[Array, "F T r"]:
+def compress(spec: Spec, index: CompressedKeys, key: Float[Array, "K T D"]) -> Float[Array, "F T r"]:
     """Returns the projected keys: K_lr = Flatten(K) A (F = 1), or K_k A_k of each head (F = K)."""
     key = key.astype(jnp.float32)
     if index.together:
-        return jnp.einsum("ktd,kdr->tr", key, index.adapter)[None]
+        return spec.shards.sum(jnp.einsum("ktd,kdr->tr", key, index.adapter))[None]
     return jnp.einsum("ktd,kdr->ktr", key, index.adapter)
 
 
@@ -325,15 +326,18 @@ def aggregate_where_they_lie(scores: Float[Array, "F N Q"], rule: str) -> Float[
 
 
 def leading_directions(
-    key: Float[Array, "K T D"], valid: Bool[Array, "T"], rank: int, joint: bool
+    key: Float[Array, "K T D"], valid: Bool[Array, "T"], rank: int, joint: bool, shards: Shards = WHOLE
 ) -> Float[Array, "K D r"]:
     """Returns the leading right singular vectors of the valid keys.
+
+    Joint directions of heads on several devices are computed on each of them, from the keys of all.
 
     Args:
       key: [K, T, D], keys of a prompt.
       valid: bool[T], keys that count.
       rank: r, number of directions.
       joint: whether the keys of all heads are decomposed together, or each head's separately.
+      shards: devices that share the heads.
 
     Returns:
       float32[K, D, r], the largest singular value first.
@@ -341,7 +345,8 @@ def leading_directions(
     key = jnp.where(valid[:, None], key.astype(jnp.float32), 0.0)
     leading = functools.partial(_leading, rank=rank)
     if joint:
-        return einops.rearrange(leading(einops.rearrange(key, "k t d -> t (k d)")), "(k d) r -> k d r", k=len(key))
+        rows = einops.rearrange(shards.gather(key), "k t d -> t (k d)")
+        return shards.own(einops.rearrange(leading(rows), "(k d) r -> k d r", d=key.shape[-1]))
     return jax.vmap(leading)(key)
 
 
@@ -352,9 +357,10 @@ def _leading(rows: Float[Array, "T N"], rank: int) -> Float[Array, "N r"]:
     return jnp.linalg.eigh(gram + noise * spread)[1][:, ::-1][:, :rank]
 
 
-def unknown_directions(heads: int, head_dim: int, rank: int, joint: bool) -> Float[Array, "K D r"]:
+def unknown_directions(spec: Spec, rank: int, joint: bool) -> Float[Array, "K D r"]:
     """Returns `leading_directions` of no keys: random directions, which favour no head and no dimension."""
-    return leading_directions(jnp.zeros((heads, 1, head_dim), jnp.float32), jnp.zeros(1, bool), rank, joint)
+    nothing = jnp.zeros((spec.kv_heads, 1, spec.head_dim), jnp.float32)
+    return leading_directions(nothing, jnp.zeros(1, bool), rank, joint, spec.shards)
 
 
 @functools.cache
