@@ -21,12 +21,12 @@ from jax.sharding import Mesh
 
 from kvjax.cache.method import ENDLESS, Method
 from kvjax.errors import ConfigError, FormatMismatch, PromptError
-from kvjax.inference import arguments, chunked_prefill, prefill, progress
+from kvjax.inference import arguments, chunked_prefill, loop, prefill, progress
 from kvjax.inference import checkpoint as persistence
 from kvjax.inference.answers import Asked, Ends, Result, Scores
 from kvjax.inference.cache import Cache
 from kvjax.inference.chat import Chat
-from kvjax.inference.decode import Driver, check_driver
+from kvjax.inference.decode import Driver, check_driver, check_single
 from kvjax.inference.generate import Observer, check_logits, extended, running
 from kvjax.inference.plan import Plan, Slots, check_capacity, check_plan, make_plan, on_store, store_geometry
 from kvjax.inference.prefill import PromptActivations
@@ -447,11 +447,12 @@ class LLM:
           max_new_tokens: largest number of tokens of an answer.
           sampling: how tokens are drawn.
           seed: seed of the draws, 0 to 2^32 - 1.
-          driver: how a step is run, "staged" or "fused" (`kvjax.inference.decode`).
+          driver: how tokens are run: "staged" or "fused", one by one (`kvjax.inference.decode`), or "loop", the whole
+            answer in one program, which Ctrl-C does not end (`kvjax.inference.loop`).
           stop: text or texts that end an answer. The answer includes such a text, unless it contains a special token:
             then the answer ends before it.
           eos: token id or ids that end an answer; None = `eos_ids`, () = none.
-          observer: function called after every token with its step and its input token ids [B].
+          observer: function called after every token with its step and its input token ids [B]; not with "loop".
 
         Returns:
           The answer, which ends at an end-of-text token, at one of `stop`, or after `max_new_tokens`.
@@ -468,7 +469,9 @@ class LLM:
             run.feed(request.questions, QUESTION_CHUNK)
             answers = request.blank()
             with progress.shown("answering", max_new_tokens) as bar:
-                for _ in run.answer(answers, max_new_tokens, sampling, jax.random.key(seed), *request.until):
+                for _ in run.answer(
+                    answers, max_new_tokens, sampling, jax.random.key(seed), request.ends, request.stops
+                ):
                     bar.update()
             return request.result(answers, run)
 
@@ -481,6 +484,7 @@ class LLM:
 
         The pieces together are the text of `generate`. A piece ends with a whole character; text that a `stop` may cut
         off is held back. The last piece has the result, which says why the answer ended and has the cache after it.
+        With driver="loop", up to 32 tokens are drawn before a piece is given.
 
         Args: those of `generate`.
 
@@ -495,13 +499,17 @@ class LLM:
             raise ConfigError("this model has no tokenizer.json, so that its answers have no text; use generate")
         request = self._request(question, cache, max_new_tokens, sampling, seed, stop, eos)
         check_driver(driver)
+        if driver == "loop":
+            loop.check(cache.state.layers, observer is not None)
 
         def pieces() -> Generator[Piece, None, None]:
             texts = [TextSoFar(request.stops, row) for row in request.questions]
             answers = request.blank()
-            with running(self.params, cache, driver, observer) as run:
+            with running(self.params, cache, driver, observer, at_once=loop.LEAST) as run:
                 run.feed(request.questions, QUESTION_CHUNK)
-                for _ in run.answer(answers, max_new_tokens, sampling, jax.random.key(seed), *request.until):
+                for _ in run.answer(
+                    answers, max_new_tokens, sampling, jax.random.key(seed), request.ends, request.stops
+                ):
                     more = [text.more(answer) for text, answer in zip(texts, answers, strict=True)]
                     if any(more):
                         yield Piece(request.shaped(more))
@@ -593,6 +601,7 @@ class LLM:
           NotFinite: the model computed NaN or infinity.
           StoreError: the store failed.
         """
+        check_single(driver)
         rows = self._asked("texts", continuation, cache)
         if not all(rows):
             raise PromptError("a text to score is empty; give at least one token of each")

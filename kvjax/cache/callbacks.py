@@ -60,6 +60,18 @@ def _put_blocks(handle, generation, layer, block, packed) -> np.int32:
     return _call("put_blocks", handle, generation, layer, block, packed)
 
 
+def _commit(handle, generation, ok, written) -> np.int32:
+    branch = interface.lookup(handle)
+    if branch is None or not ok:
+        return np.int32(0)
+    try:
+        branch.commit(int(generation))
+    except BaseException as cause:  # even KeyboardInterrupt would cost the caller its donated buffers
+        branch.keep(cause)
+        return np.int32(0)
+    return np.int32(1)
+
+
 def _failed(cause: BaseException, *operands) -> None:
     """Keeps an error in the branch that was raised outside its methods, above all Ctrl-C.
 
@@ -89,7 +101,7 @@ def _read_copies(like, handle, generation, layer, block, places):
 # ----------------------------------------------------------------------------- backends
 
 _FUNCTIONS: dict[str, Callable[..., np.int32]] = {
-    "read": _read, "submit": _submit, "put_rows": _put_rows, "put_blocks": _put_blocks}
+    "read": _read, "submit": _submit, "put_rows": _put_rows, "put_blocks": _put_blocks, "commit": _commit}
 COMPILED = kernels.register(native, ("callback",))
 if COMPILED:
     native.serve(tuple(_FUNCTIONS.values()), _failed, interface.by_handle())
@@ -131,10 +143,29 @@ def effect(name: str, backend: str, ref: StoreRef, layer, *arrays) -> Int32[Arra
     Returns:
       1 if the call succeeded; else 0, and the branch keeps the error.
     """
-    operands = (ref.handle, ref.generation, layer, *arrays)
+    return _called(name, backend, ref.handle, ref.generation, layer, *arrays)
+
+
+def _called(name: str, backend: str, *operands) -> Int32[Array, ""]:
+    """Calls a function that returns no data; returns whether it succeeded."""
     if backend == "buffer":
         return _in_buffers(name, operands)[0]
     return io_callback(_FUNCTIONS[name], _OK, *operands)
+
+
+def commit(backend: str, ref: StoreRef, ok: Bool[Array, ""], written: Int32[Array, ""]) -> Int32[Array, ""]:
+    """Commits a token inside the program that computed it.
+
+    Args:
+      backend: "buffer" or "io".
+      ref: branch, and generation before the token.
+      ok: False = nothing is committed.
+      written: scheduling dependency on all writes of the token.
+
+    Returns:
+      1 if the token was committed; else 0, and the branch keeps the error, if there was one.
+    """
+    return _called("commit", backend, ref.handle, ref.generation, ok.astype(jnp.int32), written)
 
 
 def read_in_place(

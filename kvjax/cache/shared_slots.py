@@ -39,6 +39,12 @@ def give_back(layers: Sequence[LayerCache], slots: Space) -> list[LayerCache]:
     return [take(layer, slots) if i == first else layer for i, layer in enumerate(layers)]
 
 
+def made(layers: Sequence[LayerCache]) -> list[LayerCache]:
+    """Makes the slots now if no step has made them, for a loop, whose arrays keep their shapes; returns the layers."""
+    first = next((layer.pool for layer in layers if _passes(layer.pool)), None)
+    return list(layers) if first is None or between_steps(layers) is not None else give_back(layers, first.own_rows)
+
+
 def between_steps(layers: Sequence[LayerCache]) -> Space:
     """Returns the shared slots that `give_back` stored.
 

@@ -88,6 +88,11 @@ class SlotPool:
         """Returns shape and type of the slots."""
         return jax.ShapeDtypeStruct((*self.rows.shape[:2], self.slots, *self.rows.shape[3:]), self.rows.dtype)
 
+    @property
+    def own_rows(self) -> Num[Array, "B KB NS C X2"]:
+        """The slots' contents; new ones, of zeros, while the pool has none."""
+        return jnp.zeros(self._space().shape, self.rows.dtype) if self.waits else self.rows
+
     def emptied(self) -> "SlotPool":
         """Returns the pool with no block resident, so that every block is read again."""
         table = dataclasses.replace(self.table, block=jnp.full_like(self.table.block, self.num_blocks))
@@ -128,9 +133,7 @@ class SlotPool:
         return dataclasses.replace(self, rows=rows, table=table), stats
 
     def fetch(self, need, count, layer, ref):
-        plan, rows = self.plan(need, count), self.rows
-        if self.waits:
-            rows = jnp.zeros(self._space().shape, rows.dtype)
+        plan, rows = self.plan(need, count), self.own_rows
         if self.backend == "buffer":
             rows, ok = callbacks.read_in_place(rows, ref, layer, plan.read, plan.slot)
         else:

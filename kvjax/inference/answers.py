@@ -1,7 +1,7 @@
 """Questions that are asked, and their answers: growing, whole, or scored."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -32,7 +32,13 @@ class Answer:
     pending: tuple[int, ...] = ()  # its last token, which was not fed
 
     def add(self, token: int, ends: Ends, complete: Callable[[list[int]], bool]) -> None:
-        """Adds a drawn token; see `Generation.answer` for the arguments."""
+        """Adds a drawn token.
+
+        Args:
+          token: its id.
+          ends: token ids that end an answer.
+          complete: function that returns True once the tokens of an answer are all of it.
+        """
         if token in ends.eos or token in ends.stop:
             self.ended = "eos" if token in ends.eos else "stop"
             self.pending = (token,) if token in ends.kept else ()
@@ -98,11 +104,6 @@ class Asked:
     batch: bool  # whether a list was given
     stops: Stops
     ends: Ends
-
-    @property
-    def until(self) -> tuple[Ends, Callable[[Sequence[int]], bool]]:
-        """Token ids that end an answer, and a function that returns True once given all tokens of an answer."""
-        return self.ends, self.stops.complete
 
     def texts(self, result: Result) -> list[str]:
         """Returns the text of each sequence."""

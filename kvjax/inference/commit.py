@@ -1,19 +1,28 @@
 """The end of a token or a chunk at the store: committed as a whole, or dropped as a whole."""
 
 import dataclasses
+import functools
 
 import jax
+import jax.numpy as jnp
 
+from kvjax.cache import callbacks
+from kvjax.cache.pool import StoreRef
 from kvjax.cache.slots import SlotPool
 from kvjax.errors import StoreClosed, StoreError, to_raise
 from kvjax.inference.layer_offload import LayerLoader
 from kvjax.inference.plan import State
 from kvjax.store import interface
+from kvjax.typing import Array, Bool
 
 
 def uses_store(state: State) -> bool:
     """Returns True if any layer's blocks are in a store."""
-    return any(isinstance(layer.pool, SlotPool) for layer in state.layers)
+    return bool(_pools(state))
+
+
+def _pools(state: State) -> list[SlotPool]:
+    return [layer.pool for layer in state.layers if isinstance(layer.pool, SlotPool)]
 
 
 def settle(state: State, ok: bool) -> None:
@@ -32,7 +41,7 @@ def settle(state: State, ok: bool) -> None:
         raise StoreClosed("the store of this cache was closed; prefill again, or keep the store open")
     try:
         # The write callbacks run whenever XLA gets to them: wait until all of them have queued their rows.
-        jax.block_until_ready([layer.pool.queued for layer in state.layers if isinstance(layer.pool, SlotPool)])
+        jax.block_until_ready([pool.queued for pool in _pools(state)])
         if ok:
             branch.commit(generation)
             return
@@ -45,6 +54,26 @@ def settle(state: State, ok: bool) -> None:
         if kept is not error:
             raise kept from None
         raise
+
+
+def settle_inside(state: State, ok: Bool[Array, ""]) -> tuple[State, Bool[Array, ""]]:
+    """Commits the token to the store inside the program that computed it.
+
+    Args:
+      state: the state after the token.
+      ok: whether everything could be read; if not, nothing is committed.
+
+    Returns:
+      The state, whose generation depends on the commit, so that the reads of the next token come after it; and whether
+      the token was committed. True without a store.
+    """
+    pools = _pools(state)
+    if not pools:
+        return state, jnp.bool_(True)
+    ref, written = state.ref, functools.reduce(jnp.add, [pool.queued for pool in pools])
+    done = callbacks.commit(pools[0].backend, StoreRef(ref.handle, ref.generation - ok), ok, written)
+    after = StoreRef(ref.handle, ref.generation + (done < 0))  # never, which the compiler cannot know
+    return dataclasses.replace(state, ref=after), done > 0
 
 
 def drop(state: State, loader: LayerLoader, error: BaseException) -> None:

@@ -1,8 +1,9 @@
 """Decoding: one token at a time over the caches of all layers.
 
 Two drivers run the same function. `staged` runs it in Python over parts that are compiled, each once for all layers of
-one shape; `fused` compiles all of it as one program with the store's callbacks inside. They give equal tokens. Every
-layer is read before any is written, so that a token either happens in all layers or in none.
+one shape; `fused` compiles all of it as one program with the store's callbacks inside. A third one, `loop`, runs whole
+answers as one program of such tokens (`kvjax.inference.loop`). They give equal tokens. Every layer is read before any
+is written, so that a token either happens in all layers or in none.
 """
 
 import dataclasses
@@ -32,7 +33,8 @@ from kvjax.inference.plan import Plan, State, specs_of_layers
 from kvjax.ops import barriers
 from kvjax.typing import Array, Bool, Float, Int32, Logits, PyTree, pytree
 
-Driver = Literal["staged", "fused"]
+Driver = Literal["staged", "fused", "loop"]
+SINGLE = ("staged", "fused")  # drivers of single tokens
 
 
 @pytree
@@ -87,10 +89,10 @@ def step(
       StoreError: a read failed, or the commit; after a failed read its `state` is the cache as it was, ready for a
         retry. Where a read was fine and the commit fails, or after Ctrl-C, the given state is what is left, unless it
         was donated or has offloaded layers.
-      ConfigError: for an unknown driver, or "fused" with offloaded layers.
+      ConfigError: for an unknown driver, "loop", or "fused" with offloaded layers.
     """
     active = np.ones(plan.batch, bool) if active is None else active
-    check_driver(driver)
+    check_single(driver)
     run = _staged if driver == "staged" else _fused
     forget(state)
     result = run(plan, params, state, _operand(tokens, jnp.int32), _operand(active, jnp.bool_), donate)
@@ -112,6 +114,14 @@ def check_driver(driver: str) -> None:
     """Raises ConfigError for a driver that there is not."""
     if driver not in get_args(Driver):
         raise ConfigError(f"unknown driver {driver!r}; use {' or '.join(get_args(Driver))}")
+
+
+def check_single(driver: str) -> None:
+    """Raises ConfigError unless this is a driver of single tokens."""
+    check_driver(driver)
+    if driver not in SINGLE:
+        raise ConfigError(f"driver={driver!r} runs whole answers (generate, stream, chat), not single tokens; use "
+                          f"{' or '.join(SINGLE)}")
 
 
 def temporary_bytes(plan: Plan, params: PyTree, state: State) -> int:

@@ -11,12 +11,14 @@ import numpy as np
 
 from kvjax.cache.pool import FetchStats
 from kvjax.errors import NotFinite
-from kvjax.inference import chunked_prefill, decode, layer_offload, prefill, progress, sampling
+from kvjax.inference import chunked_prefill, decode, layer_offload, loop, prefill, progress, sampling
 from kvjax.inference.answers import Answer, Ends
 from kvjax.inference.cache import Cache
 from kvjax.inference.decode import Driver, Step
+from kvjax.inference.loop import LoopInput
 from kvjax.inference.progress import CLOCK
 from kvjax.inference.sampling import Sampling
+from kvjax.inference.stops import Stops
 from kvjax.inference.usage import Counts, Usage
 from kvjax.ops.weights import types_of
 from kvjax.typing import Array, PyTree
@@ -77,6 +79,10 @@ class Generation:
         longest = max(map(len, questions))
         if chunk is not None and longest > chunk and not self.observer and chunked_prefill.reads(self.cache.plan):
             return self.read(questions, chunk)
+        self._feed(questions, longest)
+
+    def _feed(self, questions: list[list[int]], longest: int) -> None:
+        """Feeds the questions token by token."""
         with progress.shown("reading the question", longest) as bar:
             for i in range(longest):
                 active = np.array([i < len(q) for q in questions])
@@ -119,8 +125,7 @@ class Generation:
         return _cut(logprobs, length), _cut(greedy, length)
 
     def answer(
-        self, answers: list[Answer], limit: int, how: Sampling, key: Array, ends: Ends,
-        complete: Callable[[list[int]], bool],
+        self, answers: list[Answer], limit: int, how: Sampling, key: Array, ends: Ends, stops: Stops
     ) -> Iterator[None]:
         """Generates an answer in every sequence; its last token becomes pending.
 
@@ -130,7 +135,7 @@ class Generation:
           how: how tokens are drawn.
           key: random key.
           ends: token ids that end an answer.
-          complete: function that returns True once the tokens of an answer are all of it.
+          stops: texts that end an answer.
 
         Yields:
           Nothing, each time that tokens were drawn.
@@ -139,20 +144,27 @@ class Generation:
           NotFinite: the model computed NaN or infinity.
           StoreError: the store failed.
         """
-        for i in range(limit):
-            drawn = np.asarray(sampling.sample(how, self.cache.logits, jax.random.fold_in(key, i)))
-            active = np.array([answer.ended is None for answer in answers])
+        for drawn in self._draws(answers, limit, how, key, ends, stops):
+            active = going_on(answers)
             check_drawn(drawn, active, self.params, self.cache)
             for row in np.flatnonzero(active):
-                answers[row].add(int(drawn[row]), ends, complete)
+                answers[row].add(int(drawn[row]), ends, stops.complete)
             yield
-            active = np.array([answer.ended is None for answer in answers])
-            if not active.any() or i + 1 == limit:
-                break
-            self.step(drawn, active)
         for answer in answers:
             answer.ended = answer.ended or "length"
         self.cache = dataclasses.replace(self.cache, pending=tuple(answer.pending for answer in answers))
+
+    def _draws(
+        self, answers: list[Answer], limit: int, how: Sampling, key: Array, ends: Ends, stops: Stops
+    ) -> Iterator[np.ndarray]:
+        """Yields drawn token ids [B], and feeds them to the answers that go on after the caller has seen them."""
+        for i in range(limit):
+            drawn = np.asarray(sampling.sample(how, self.cache.logits, jax.random.fold_in(key, i)))
+            yield drawn
+            active = going_on(answers)
+            if not active.any() or i + 1 == limit:
+                return
+            self.step(drawn, active)
 
     def usage(self) -> Usage:
         """Returns the cost of the run so far; waits until it is computed."""
@@ -168,26 +180,89 @@ class Generation:
         )
 
 
+class LoopGeneration(Generation):
+    """A run whose steps are those of one program (`kvjax.inference.loop`), which the host starts anew where it has to
+    look at an answer."""
+
+    def __init__(self, params: PyTree, cache: Cache, at_once: int | None):
+        """Initialises the run.
+
+        Args:
+          params: weights of the model.
+          cache: cache, which the run owns.
+          at_once: most tokens drawn before the host is told of them; None = all of an answer.
+        """
+        super().__init__(params, cache, "loop", None)
+        self.at_once = at_once
+        self.unfed: list[list[int]] = [[] for _ in range(cache.plan.batch)]  # tokens of the question
+
+    def _feed(self, questions: list[list[int]], longest: int) -> None:
+        """Leaves the questions to the program that begins to answer."""
+        self.unfed = questions
+
+    def _draws(
+        self, answers: list[Answer], limit: int, how: Sampling, key: Array, ends: Ends, stops: Stops
+    ) -> Iterator[np.ndarray]:
+        at_once = limit if self.at_once is None else min(limit, self.at_once)
+        meaning, draw, done, unfed = self._meaning(ends, stops), sampling.operands(how), 0, self.unfed
+        while True:
+            now, unfed = [row[: loop.GIVEN] for row in unfed], [row[loop.GIVEN :] for row in unfed]
+            draws = 0 if any(unfed) else min(limit - done, at_once)
+            asked = loop.asked(now, going_on(answers), meaning, draw, key, done, draws)
+            drawn = self._run(asked, loop.room(at_once))
+            yield from drawn
+            done += len(drawn)
+            if any(unfed):
+                continue
+            active = going_on(answers)
+            if not active.any() or done == limit:
+                return
+            unfed = [[int(token)] if goes_on else [] for token, goes_on in zip(drawn[-1], active, strict=True)]
+
+    def _run(self, asked: LoopInput, most: int) -> list[np.ndarray]:
+        """Runs the program once; returns what it drew, token ids [B] of each draw."""
+        plan = self.cache.plan
+        left = loop.run(plan, self.params, self.cache.state, self.cache.logits, asked, most)
+        self.cache = dataclasses.replace(self.cache, state=left.state, logits=left.logits)
+        drawn, draws, counted = jax.device_get((left.drawn, left.draws, left.counted))
+        self.counts.add_steps(counted, sum(layer.spec.kv_heads for layer in plan.layers))
+        return list(drawn[:, :draws].T)
+
+    def _meaning(self, ends: Ends, stops: Stops) -> Array:
+        """Returns what each token means to the loop, uint8[V]."""
+        size = self.cache.plan.config.vocab_size
+        meaning = np.full(size, loop.GOES_ON, np.uint8)
+        meaning[stops.completing(size)] = loop.LOOK
+        meaning[[token for token in ends.eos | ends.stop if token < size]] = loop.ENDS
+        return jnp.asarray(meaning)
+
+
 @contextlib.contextmanager
-def running(params: PyTree, cache: Cache, driver: Driver, observer: Observer | None) -> Iterator[Generation]:
+def running(
+    params: PyTree, cache: Cache, driver: Driver, observer: Observer | None, at_once: int | None = None
+) -> Iterator[Generation]:
     """Opens a run over a fork of the cache; the fork is discarded if the run fails.
 
     Args:
       params: weights of the model.
       cache: cache, which stays as it is. The caller feeds its pending tokens; the fork has none.
-      driver: how a step is run, "staged" or "fused" (`kvjax.inference.decode`).
+      driver: how a step is run, "staged" or "fused" (`kvjax.inference.decode`), or "loop" (`kvjax.inference.loop`).
       observer: function called after every token; None = none.
+      at_once: most tokens that "loop" draws before the caller is told of them; None = all of an answer.
 
     Yields:
       The run.
 
     Raises:
-      ConfigError: the driver does not exist.
+      ConfigError: the driver does not exist, or cannot run this cache or tell the observer of every token.
       StaleCache: a token was decoded since the cache was made.
       StoreError: the store failed.
     """
     decode.check_driver(driver)
-    run = Generation(params, dataclasses.replace(cache.fork(), pending=()), driver, observer)
+    if driver == "loop":
+        loop.check(cache.state.layers, observer is not None)
+    fork = dataclasses.replace(cache.fork(), pending=())
+    run = LoopGeneration(params, fork, at_once) if driver == "loop" else Generation(params, fork, driver, observer)
     try:
         yield run
     except BaseException:
@@ -211,6 +286,11 @@ def extended(params: PyTree, cache: Cache, rows: list[list[int]], chunk: int) ->
     state, logits = chunked_prefill.extend(cache.plan, params, cache.state, tokens, length, chunk)
     logits = jnp.where(jnp.asarray(length > 0)[:, None], logits, cache.logits)
     return dataclasses.replace(cache, state=state, logits=logits, pending=())
+
+
+def going_on(answers: list[Answer]) -> np.ndarray:
+    """Returns True [B] for sequences whose answer has not ended."""
+    return np.array([answer.ended is None for answer in answers])
 
 
 def check_drawn(drawn: np.ndarray, active: np.ndarray, params: PyTree, cache: Cache) -> None:

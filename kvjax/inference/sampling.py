@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from kvjax import _validate
 from kvjax.errors import ConfigError
-from kvjax.typing import Array, Bool, Float, Int32, Logits, PRNGKey
+from kvjax.typing import Array, Bool, Float, Int32, Logits, PRNGKey, pytree
 
 NONE = -1  # replaces a token where logits are not finite
 _LEAST = 1e-6  # below, every draw is the most likely token, and smaller values still do not fit into float32
@@ -52,10 +52,29 @@ def sample(sampling: Sampling, logits: Logits, key: PRNGKey) -> Int32[Array, "B"
     Returns:
       Token ids [B], NONE where a row has a logit that is NaN or infinite.
     """
+    return draw(operands(sampling), logits, key)
+
+
+@pytree
+class Draw:
+    """Sampling settings as a program gets them: one program serves all temperatures and all masses below 1."""
+
+    temperature: Float[Array, ""] | None  # None = greedy
+    mass: Float[Array, ""] | None  # probability mass of the most likely tokens to draw from; None = all
+    count: int | None = dataclasses.field(metadata={"static": True})  # most likely tokens to draw from; None = all
+
+
+def operands(sampling: Sampling) -> Draw:
+    """Returns the settings as operands of a program."""
     if sampling.temperature == 0:
-        return likeliest(logits)
-    mass = sampling.top_p if sampling.top_p < 1 else None
-    return _draw(sampling.top_k, logits, sampling.temperature, mass, key)
+        return Draw(None, None, None)
+    mass = jnp.float32(sampling.top_p) if sampling.top_p < 1 else None
+    return Draw(jnp.float32(sampling.temperature), mass, sampling.top_k)
+
+
+def draw(how: Draw, logits: Logits, key: PRNGKey) -> Int32[Array, "B"]:
+    """Draws one token per sequence; as `sample`, also inside a program."""
+    return likeliest(logits) if how.temperature is None else _draw(how.count, logits, how.temperature, how.mass, key)
 
 
 @jax.jit

@@ -42,6 +42,12 @@ class Stops:
         )
         return any(mark in plain for mark in self._plain) or any(mark in spelled for mark in self._mixed)
 
+    def completing(self, vocabulary: int) -> list[int]:
+        """Returns the token ids below `vocabulary` after which `complete` may be True."""
+        if self.tokenizer is None or not self._texts:
+            return []
+        return self.tokenizer.codec.completing([*self._plain, *self._mixed], vocabulary)
+
     def cut(self, tokens: list[int], before: Sequence[int]) -> tuple[list[int], str]:
         """Cuts an answer before a mark with special tokens, if it contains one.
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from kvjax.cache.pool import FetchStats
 from kvjax.store.interface import Stats
+from kvjax.typing import Array, Int32, pytree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,16 @@ class Usage:
     def __repr__(self) -> str:
         return (f"Usage({self.tokens:,} tokens, {self.tokens / max(self.seconds, 1e-9):,.1f} a second, "
                 f"{self.attended_tokens:,.0f} attended, {self.compile_seconds:.1f} s of compiling)")
+
+
+@pytree
+class LoopCounts:
+    """Counts of one step, or of each of the S that a program has room for; of those that did not happen, 0."""
+
+    active: Int32[Array, "*S B"]  # 1 for a sequence that took part
+    attended: Int32[Array, "*S B"]  # tokens, over all layers and KV heads of a sequence that took part
+    needed: Int32[Array, "*S B"]  # blocks of a store, over all layers
+    missed: Int32[Array, "*S B"]  # of these, blocks that were not resident
 
 
 @dataclasses.dataclass
@@ -57,6 +68,24 @@ class Counts:
             self.attended += int(attended[active].sum())
             self.needed += int(stats.requested.sum())
             self.missed += int(stats.missed.sum())
+
+    def add_steps(self, counted: LoopCounts, heads: int) -> None:
+        """Adds the steps of a run of the loop (`kvjax.inference.loop`).
+
+        Args:
+          counted: counts [S, B] of each step, on the host; those of steps that did not happen are 0.
+          heads: layers times KV heads.
+        """
+        tokens, attended, needed, missed = (
+            int(array.sum(dtype=np.int64))
+            for array in (counted.active, counted.attended, counted.needed, counted.missed)
+        )
+        self.steps += int(counted.active.any(axis=1).sum())
+        self.tokens += tokens
+        self.heads += tokens * heads
+        self.attended += attended
+        self.needed += needed
+        self.missed += missed
 
     def add_read(self, length: np.ndarray, chunk: int) -> None:
         """Adds tokens [B] that were read in chunks, of which attended tokens and fetches are not known."""

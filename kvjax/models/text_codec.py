@@ -14,6 +14,8 @@ from kvjax.errors import CheckpointError, KvjaxError, PromptError
 
 PART_OF_CHARACTER = "\N{REPLACEMENT CHARACTER}"  # text that part of a character decodes to
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+# Decoders that change no text of other tokens, but for parts of a character.
+_LOCAL = ("ByteFallback", "ByteLevel", "Fuse", "Metaspace", "Replace", "Strip")
 _UNKNOWN = "\U000f0000"  # a private-use character, in no vocabulary
 
 
@@ -114,6 +116,19 @@ class TextCodec:
             for apart, run in runs
         )
 
+    def completing(self, marks: Sequence[str], vocabulary: int) -> list[int]:
+        """Returns the ids below `vocabulary` of all tokens that may complete one of the marks in a text, as they end it
+        or have part of a character; all ids where the text of a token depends on the tokens around it."""
+        texts = self._texts_after
+        if texts is None:
+            return list(range(vocabulary))
+        ends = tuple({PART_OF_CHARACTER, *(mark[i:] for mark in marks for i in range(1, len(mark)))})
+        within = (PART_OF_CHARACTER, *marks)
+        return [
+            i for i, text in enumerate(texts[:vocabulary])
+            if text and (text.startswith(ends) or any(part in text for part in within))
+        ]
+
     def character_start(self, ids: Sequence[int], at: int) -> int:
         """Returns the last index from 0 to `at` whose token begins with a whole character."""
         while at > 0 and self.decode([ids[at]]).startswith(PART_OF_CHARACTER):
@@ -173,6 +188,19 @@ class TextCodec:
             }))
             copy.model = self.tokenizer.model
         return copy
+
+    @functools.cached_property
+    def _texts_after(self) -> list[str] | None:
+        """Text that each id adds to another text, special tokens included; None if it depends on the ids around it."""
+        decoder = _json(self.tokenizer.decoder)
+        parts = [] if decoder is None else decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+        if not self._neutral or any(part["type"] not in _LOCAL or part.get("stop") for part in parts):
+            return None
+        before, count = self.decode(self._neutral), max(self.tokenizer.get_vocab().values()) + 1
+        with tokenizer_errors(f"{self.name}: the tokenizer cannot decode its tokens"):
+            texts = self.tokenizer.decode_batch([[*self._neutral, i] for i in range(count)], skip_special_tokens=True)
+        added = [text[len(before):] if text.startswith(before) else PART_OF_CHARACTER for text in texts]
+        return [self.special.get(i, PART_OF_CHARACTER if i in self._bytes else text) for i, text in enumerate(added)]
 
     @functools.cached_property
     def _neutral(self) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ def test_bench_v2f():
     "split --steps=1 --capacity=512", "saving --repeats=1", "reads --repeats=1 --blocks_kb=16 --asked=1",
     "parking --layers=2 --context=512 --steps=1", "fetch --blocks=0,1 --layers=2 --context=512 --repeats=1",
     "weights --rows=64 --columns=96 --mib=1 --repeats=5 --many=70", "accuracy --tokens=64",
+    "drivers --methods=quest --tokens=4 --repeats=1",
 ])
 def test_bench(command, tmp_path):
     name, *settings = command.split()

@@ -62,6 +62,19 @@ def said(llm, result):
     return result.cache.length[0] + sum(map(len, result.cache.pending))
 
 
+def test_turns_by_the_loop_are_those_by_single_tokens(llm):
+    """With pending tokens between turns, and marks that the host looks for."""
+    with llm.chat(DOCUMENT, method=METHOD, capacity=1024) as chat, llm.chat(
+        DOCUMENT, method=METHOD, capacity=1024
+    ) as other:
+        for question in ("what is it?", "and then?"):
+            by_loop = chat.ask(question, max_new_tokens=10, driver="loop", stop=("e", "zz"))
+            expected = other.ask(question, max_new_tokens=10, stop=("e", "zz"))
+            assert (by_loop.tokens, by_loop.text, by_loop.ended) == (expected.tokens, expected.text, expected.ended)
+        pieces = list(chat.stream("why?", max_new_tokens=10, driver="loop"))
+        assert "".join(map(str, pieces)) == other.ask("why?", max_new_tokens=10).text
+
+
 @pytest.mark.parametrize("context", ["", DOCUMENT])
 @pytest.mark.parametrize("system", [None, "be brief"])
 @pytest.mark.parametrize("which", ["llm", "trimming"])

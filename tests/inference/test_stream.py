@@ -69,6 +69,32 @@ def test_pieces_are_the_text_whatever_is_drawn(tokenizer, data):
     assert not any(piece.endswith(PART_OF_CHARACTER) for piece in pieces[:-1])
 
 
+@settings(max_examples=40)
+@given(st.data())
+def test_a_token_that_completes_a_mark_is_known_to_be_able_to(tokenizer, data):
+    """Given marks out of the very text, parts of characters and special tokens included."""
+    size = tokenizer.tokenizer.get_vocab_size()
+    tokens = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=12))
+    text = tokenizer.codec.spell(tokens) or "a"
+    starts = data.draw(st.lists(st.integers(0, len(text) - 1), min_size=1, max_size=3))
+    stops = Stops(tokenizer, tuple(text[start : start + data.draw(st.integers(1, 4))] for start in starts))
+    known = set(stops.completing(size))
+    for n, token in enumerate(tokens, 1):
+        if token in stops.ids:
+            return
+        if stops.complete(tokens[:n]):
+            assert token in known
+            return
+
+
+def test_most_tokens_cannot_complete_a_mark():
+    tokenizer = TextTokenizer.from_directory(REFERENCE)
+    size, special = tokenizer.tokenizer.get_vocab_size(), next(iter(tokenizer.special_ids))
+    for marks in (("\n\n",), (" key", "zzz"), (f"the{special}",)):
+        assert 0 < len(Stops(tokenizer, marks).completing(size)) < size / 5
+    assert Stops(tokenizer, (special,)).completing(size) == [] == Stops(None, ()).completing(size)
+
+
 @pytest.mark.parametrize("text", ["Hello 日本語 the key", "é😀 ok", "a</s>b", "the</s>\nmore"])
 @pytest.mark.parametrize("mark", ["</s>\n", "the</s>", "</s>b"])
 def test_text_that_a_stop_may_cut_off_is_held_back(text, mark):
