@@ -135,20 +135,21 @@ def both():
 
 
 def test_a_conversation_goes_as_on_one_device(both):
-    """Prefill in chunks, more text, answers by both drivers, and scores."""
+    """Prefill in chunks, more text, answers by all drivers, and scores."""
     found = []
     for llm in both:
         cache = llm.prefill(TOKENS[:2, :24].tolist(), method=INSTANCES["kvswap"], capacity=CAPACITY, chunk=16)
         more = llm.extend(cache, TOKENS[:2, 24:33].tolist(), chunk=4)
-        answers = [llm.generate([[1, 2], [3]], more, max_new_tokens=5, driver=driver) for driver in ("staged", "fused")]
+        answers = [llm.generate([[1, 2], [3]], more, max_new_tokens=5, driver=driver)
+                   for driver in ("staged", "fused", "loop")]
         scores = llm.score(TOKENS[:2, 40:44].tolist(), more)
         found.append((np.stack([more.logits, answers[0].cache.logits]), [answer.tokens for answer in answers],
                       np.array(scores.logprobs)))
         if llm.layout is not None:
-            for one in (cache, more, more.fork(), answers[0].cache, answers[1].cache, scores.cache):
+            for one in (cache, more, more.fork(), *(answer.cache for answer in answers), scores.cache):
                 assert_in_place(one.plan, one.state)
     alone, divided = found
-    assert divided[1] == alone[1] and divided[1][0] == divided[1][1]
+    assert divided[1] == alone[1] and divided[1][0] == divided[1][1] == divided[1][2]
     assert_same(divided[0], alone[0])
     np.testing.assert_allclose(divided[2], alone[2], atol=1e-4)
 
