@@ -239,7 +239,7 @@ def test_a_sequence_that_has_ended_may_have_any_logits(llm):
         generate.check_drawn(none, np.array([True, True]), llm.params, cache)
 
 
-def test_stores_and_both_drivers_answer_alike(llm, tmp_path):
+def test_stores_and_drivers_answer_alike(llm, tmp_path):
     """Given a method with small programs: what drivers make of others is in `test_decode`."""
     memory, host, flash = (
         llm.prefill(CONTEXT, method=QUEST, store=store)
@@ -249,6 +249,7 @@ def test_stores_and_both_drivers_answer_alike(llm, tmp_path):
     assert llm.generate("abc", host, max_new_tokens=10).tokens == expected
     assert llm.generate("abc", flash, max_new_tokens=10).tokens == expected
     assert llm.generate("abc", flash, max_new_tokens=10, driver="fused").tokens == expected
+    assert llm.generate("abc", flash, max_new_tokens=10, driver="loop").tokens == expected
     flash.close()
 
 

@@ -26,6 +26,7 @@ from kvjax.inference.layer_offload import is_offloaded
 from kvjax.inference.plan import Plan, State
 from kvjax.inference.sampling import Draw
 from kvjax.inference.usage import LoopCounts
+from kvjax.ops import barriers
 from kvjax.typing import Array, Bool, Float, Int32, PRNGKey, PyTree, UInt, pytree
 
 LEAST = 32  # tokens that the smallest program draws; streams are told of so many at once
@@ -122,8 +123,10 @@ def _loop(plan: Plan, most: int, params: PyTree, state: State, logits: Array, as
     state = dataclasses.replace(state, layers=tuple(layers))
     none, yes = jnp.zeros((asked.given.shape[1] + most, batch), jnp.int32), jnp.bool_(True)
     drawn = jnp.full((batch, most), sampling.NONE, jnp.int32)
-    start = LoopState(state, logits, drawn, jnp.int32(0), jnp.int32(0), jnp.zeros(batch, jnp.int32), nobody,
-                  asked.answering, LoopCounts(none, none, none, none), yes, yes)
+    start = LoopState(
+        state, logits, drawn, jnp.int32(0), jnp.int32(0), jnp.zeros(batch, jnp.int32), nobody, asked.answering,
+        LoopCounts(none, none, none, none), yes, yes,
+    )
     return jax.lax.while_loop(
         lambda piece: jnp.any(piece.active), functools.partial(_step, plan, params, asked), _following(asked, start)
     )
@@ -138,11 +141,13 @@ def _step(plan: Plan, params: PyTree, asked: LoopInput, piece: LoopState) -> Loo
     done = decode.fused_token(plan, params, piece.state, feed, piece.active)
     logits = jnp.where(piece.active[:, None], done.logits, piece.logits)
     state, committed = settle_inside(done.state, done.ok)
-    counted = jax.tree.map(lambda all_steps, new: all_steps.at[piece.steps].set(new), piece.counted,
-                           _counted(done, piece.active))
-    fed = dataclasses.replace(piece, state=state, logits=logits, steps=piece.steps + 1, counted=counted, read=done.ok,
-                              committed=committed)
-    return _following(asked, fed)
+    counted = jax.tree.map(
+        lambda all_steps, new: all_steps.at[piece.steps].set(new), piece.counted, _counted(done, piece.active)
+    )
+    return _following(asked, dataclasses.replace(
+        piece, state=state, logits=barriers.rounded(logits), steps=piece.steps + 1, counted=counted, read=done.ok,
+        committed=committed,
+    ))
 
 
 def _counted(done: Step, active: Bool[Array, "B"]) -> LoopCounts:
