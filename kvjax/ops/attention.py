@@ -204,8 +204,7 @@ def attend_blocks(
     q, block, count, bias, smoothing = jax.tree.map(
         lambda x: x.reshape(-1, *x.shape[len(heads) :]), (q, block, count, bias, smoothing)
     )
-    found = selected_attention.attend(q, pool, block, count, bias, dtype, smoothing, cap, most_rows,
-                                      interpret=jax.default_backend() != "tpu")
+    found = selected_attention.attend(q, pool, block, count, bias, dtype, smoothing, cap, most_rows)
     return Part(*(x.reshape(*heads, *x.shape[1:]) for x in found))
 
 

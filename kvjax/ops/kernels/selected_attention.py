@@ -21,7 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kvjax.ops import quantize
-from kvjax.ops.kernels import NEGATIVE
+from kvjax.ops.kernels import NEGATIVE, tiles
+from kvjax.ops.kernels.pool_access import IN_PLACE, off_chip, piece_rows
 from kvjax.ops.kernels.tiles import LANES, SUBLANES
 from kvjax.ops.quantize import Smoothing
 from kvjax.typing import Array, Float, Int32, Num
@@ -44,12 +45,11 @@ def _halves(dtype: str) -> int:
 
 def cut(dtype: str, block_rows: int, blocks: int) -> Cut:
     """Returns how `blocks` blocks of each head are cut into pieces and steps."""
-    largest = 32 if dtype in quantize.BITS else 16  # rows: a tile of bytes, or two of floats
-    piece_rows = math.gcd(block_rows, largest) if block_rows % SUBLANES == 0 else block_rows
-    pieces = blocks * (block_rows // piece_rows)
-    whole = LANES // math.gcd(LANES, piece_rows)  # pieces that fill lanes with the scores of their rows
-    at_once = whole * max(1, _STEP_ROWS // (whole * piece_rows))
-    return Cut(piece_rows, min(pieces, at_once), -(-pieces // at_once))
+    rows = piece_rows(dtype, block_rows)
+    pieces = blocks * (block_rows // rows)
+    whole = LANES // math.gcd(LANES, rows)  # pieces that fill lanes with the scores of their rows
+    at_once = whole * max(1, _STEP_ROWS // (whole * rows))
+    return Cut(rows, min(pieces, at_once), -(-pieces // at_once))
 
 
 def cost(dtype: str, q: Array, bias: Array, results, pool: Array, block: Array, most_rows: int) -> pl.CostEstimate:
@@ -76,7 +76,6 @@ def cost(dtype: str, q: Array, bias: Array, results, pool: Array, block: Array, 
 def attend(
     q: Float[Array, "N G D"], pool: Num[Array, "R C W"], block: Int32[Array, "N M"], count: Int32[Array, "N M"],
     bias: Float[Array, "N _ MC"], dtype: str, smoothing: Smoothing | None, cap: float | None, most_rows: int,
-    interpret: bool,
 ) -> tuple[Array, Array, Array]:
     """Attends from the queries of each KV head to the first rows of its selected blocks.
 
@@ -91,7 +90,6 @@ def attend(
       smoothing: of keys in few bits, [N, D]; None = they are not smoothed.
       cap: bound of the scores without their bias (`kvjax.ops.attention.soft_capped`).
       most_rows: rows that `count` adds up to at most for a head, for XLA's estimate of the cost.
-      interpret: True = interpreted on any platform, for tests.
 
     Returns:
       Sums of weighted values [N, G, D], the largest score [N, G] and the sum of weights [N, G] of each query, f32.
@@ -117,7 +115,7 @@ def attend(
         in_specs=[
             mine(q.shape),
             pl.BlockSpec((1, bias.shape[1], rows // found.steps), lambda n, i, piece: (n, 0, i)),
-            pl.BlockSpec(memory_space=pl.ANY),
+            IN_PLACE,
         ],
         out_specs=[mine(result.shape) for result in results],
         scratch_shapes=[
@@ -126,10 +124,10 @@ def attend(
     )
     kernel = functools.partial(_kernel, steps=found.steps, dtype=dtype, key_width=key_width, cap=cap)
     out, top, total = pl.pallas_call(
-        kernel, out_shape=results, grid_spec=grid, interpret=interpret, name="selected_attention",
+        kernel, out_shape=results, grid_spec=grid, interpret=tiles.interpreted(), name="selected_attention",
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
         cost_estimate=cost(dtype, q, bias, results, pool, block, most_rows),
-    )(_pieces(found, block_rows, block, count), q, bias, pool.reshape(-1, found.piece_rows, width))
+    )(_pieces(found, block_rows, block, count), q, bias, off_chip(pool.reshape(-1, found.piece_rows, width)))
     codes = size // _halves(dtype)
     out = out[:, :, :group, key_width : key_width + codes]
     out = jnp.moveaxis(out, 1, -1).reshape(heads, group, size)  # a byte of int4 holds two dimensions

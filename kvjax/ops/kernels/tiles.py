@@ -14,6 +14,11 @@ def wanted() -> bool:
     return jax.default_backend() == "tpu"
 
 
+def interpreted() -> bool:
+    """Returns whether Pallas kernels for TPUs are interpreted: on all other platforms, in tests."""
+    return jax.default_backend() != "tpu"
+
+
 def padded(width: int) -> int:
     """Returns the numbers of a row that has room for `width` of them: the next multiple of `LANES`."""
     return -(-width // LANES) * LANES
