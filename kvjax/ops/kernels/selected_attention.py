@@ -65,7 +65,7 @@ def cost(dtype: str, q: Array, bias: Array, results, pool: Array, block: Array, 
     longest = (most_rows + blocks * (found.piece_rows - 1)) // found.piece_rows
     read = heads * min(longest, blocks * block_rows // found.piece_rows) * found.piece_rows
     scores = heads * q.shape[2] * found.steps * found.pieces * found.piece_rows
-    scalars = 4 * heads * found.steps * found.pieces
+    scalars = 2 * 4 * heads * found.steps * found.pieces
     others = sum(x.size * x.dtype.itemsize for x in (q, bias, *results))
     return pl.CostEstimate(
         flops=4 * scores * q.shape[1] * width, transcendentals=scores,
@@ -107,15 +107,20 @@ def attend(
     sums, numbers = (heads, _halves(dtype), group + more, width), (heads, 1, group + more, LANES)
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (sums, numbers, numbers)]
 
-    def mine(shape):
-        return pl.BlockSpec((1, *shape[1:]), lambda n, i, piece: (n, 0, 0, 0))
+    piece, last = _pieces(found, block_rows, block, count), heads * found.steps - 1
 
-    grid = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=1, grid=(heads, found.steps),
+    def mine(shape):
+        return pl.BlockSpec((1, *shape[1:]), lambda n, i: (n, 0, 0, 0))
+
+    def numbers_of(ahead):
+        return pl.BlockSpec((1, 1, found.pieces), memory_space=pltpu.SMEM,
+                            index_map=lambda n, i: (jnp.minimum(n * found.steps + i + ahead, last), 0, 0))
+
+    grid = pl.GridSpec(
+        grid=(heads, found.steps),
         in_specs=[
-            mine(q.shape),
-            pl.BlockSpec((1, bias.shape[1], rows // found.steps), lambda n, i, piece: (n, 0, i)),
-            IN_PLACE,
+            numbers_of(ahead=0), numbers_of(ahead=1), mine(q.shape),
+            pl.BlockSpec((1, bias.shape[1], rows // found.steps), lambda n, i: (n, 0, i)), IN_PLACE,
         ],
         out_specs=[mine(result.shape) for result in results],
         scratch_shapes=[
@@ -127,7 +132,7 @@ def attend(
         kernel, out_shape=results, grid_spec=grid, interpret=tiles.interpreted(), name="selected_attention",
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
         cost_estimate=cost(dtype, q, bias, results, pool, block, most_rows),
-    )(_pieces(found, block_rows, block, count), q, bias, off_chip(pool.reshape(-1, found.piece_rows, width)))
+    )(piece, piece, q, bias, off_chip(pool.reshape(-1, found.piece_rows, width)))
     codes = size // _halves(dtype)
     out = out[:, :, :group, key_width : key_width + codes]
     out = jnp.moveaxis(out, 1, -1).reshape(heads, group, size)  # a byte of int4 holds two dimensions
@@ -146,45 +151,46 @@ def _in_rows(q: Float[Array, "N G D"], dtype: str, smoothing: Smoothing | None, 
     return jnp.stack([jnp.pad(half, ((0, 0), (0, 0), (0, width - half.shape[-1]))) for half in halves], axis=1)
 
 
-def _pieces(found: Cut, block_rows: int, block: Int32[Array, "N M"], count: Int32[Array, "N M"]) -> Int32[Array, "L"]:
-    """Returns the number of each piece in the pool, in the order of heads, blocks and rows; -1 = it is not read."""
+def _pieces(found: Cut, block_rows: int, block: Int32[Array, "N M"], count: Int32[Array, "N M"]):
+    """Returns the number of each piece in the pool, `[steps of all heads, 1, pieces of a step]`, in the order of blocks
+    and rows; -1 = it is not read."""
     each = block_rows // found.piece_rows
     nth = jnp.arange(each, dtype=jnp.int32)
     piece = jnp.where(count[..., None] > nth * found.piece_rows, block[..., None] * each + nth, -1)
     piece = piece.reshape(block.shape[0], -1)
     missing = found.steps * found.pieces - piece.shape[1]
-    return jnp.pad(piece, ((0, 0), (0, missing)), constant_values=-1).reshape(-1)
+    return jnp.pad(piece, ((0, 0), (0, missing)), constant_values=-1).reshape(-1, 1, found.pieces)
 
 
-def _kernel(piece, q, bias, pool, out, top, total, rows, arrived, *, steps, dtype, key_width, cap):
+def _kernel(piece, piece_next, q, bias, pool, out, top, total, rows, arrived, *, steps, dtype, key_width, cap):
     """Attends the pieces of one step of one head, after the copies for the next step have begun."""
-    pieces, step = rows.shape[1], pl.program_id(0) * steps + pl.program_id(1)
+    step = pl.program_id(0) * steps + pl.program_id(1)
 
-    def each_copy(step, act):
+    def each_copy(step, numbers, act):
         def one(i, _):
-            number = piece[step * pieces + i]
+            number = numbers[0, 0, i]
 
             @pl.when(number >= 0)
             def _():
                 act(pltpu.make_async_copy(pool.at[number], rows.at[step % 2, i], arrived.at[step % 2]))
 
-        jax.lax.fori_loop(0, pieces, one, None)
+        jax.lax.fori_loop(0, rows.shape[1], one, None)
 
     @pl.when(step == 0)
     def _():
         rows[...] = jnp.zeros_like(rows)  # rows that are not read count with weight 0, and must not be NaN
-        each_copy(step, lambda copy: copy.start())
+        each_copy(step, piece, lambda copy: copy.start())
 
     @pl.when(step + 1 < pl.num_programs(0) * steps)
     def _():
-        each_copy(step + 1, lambda copy: copy.start())
+        each_copy(step + 1, piece_next, lambda copy: copy.start())
 
     @pl.when(pl.program_id(1) == 0)
     def _():
         out[...], total[...] = jnp.zeros_like(out), jnp.zeros_like(total)
         top[...] = jnp.full_like(top, NEGATIVE)
 
-    each_copy(step, lambda copy: copy.wait())
+    each_copy(step, piece, lambda copy: copy.wait())
     _add(q, bias, rows[step % 2].reshape(-1, rows.shape[-1]), out, top, total, dtype, key_width, cap)
 
 
