@@ -33,9 +33,10 @@ import numpy as np
 
 from kvjax import _validate
 from kvjax.cache.fill import Prompts, check_enough, empty_state, fill_memory, last_queries
+from kvjax.cache.in_memory import empty_pool
 from kvjax.cache.layer import LayerCache, LayerPlan
 from kvjax.cache.method import Method
-from kvjax.cache.pool import MemoryPool, StoreRef
+from kvjax.cache.pool import StoreRef
 from kvjax.cache.read import read_token
 from kvjax.cache.write import write_token
 from kvjax.errors import ConfigError, PromptError
@@ -108,7 +109,7 @@ def init_cache(
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _empty(plan: LayerPlan, batch: int, dtype: str) -> AttentionCache:
-    pool = MemoryPool.zeros(plan.spec, batch, dtype)
+    pool = empty_pool(plan.spec, batch, dtype)
     return AttentionCache(LayerCache(empty_state(plan, batch, dtype), pool), jnp.zeros(batch, jnp.int32), plan)
 
 

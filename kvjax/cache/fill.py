@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import state as caching
+from kvjax.cache.in_memory import suited
 from kvjax.cache.layer import LayerCache, LayerPlan, each_sequence, kept_rows
-from kvjax.cache.pool import MemoryPool, scatter_prompt
+from kvjax.cache.pool import MemoryPool, Pool, scatter_prompt
 from kvjax.cache.smoothing import learn_smoothing, unknown_smoothing
 from kvjax.cache.state import LayerState
 from kvjax.cache.types import Placement, Spec
@@ -125,15 +126,15 @@ def fill_memory(plan: LayerPlan, state: LayerState, prompts: Prompts, dtype: str
 
 def in_memory(
     plan: LayerPlan, state: LayerState, placement: Placement, prompts: Prompts, dtype: str = "float32"
-) -> MemoryPool:
+) -> Pool:
     """Creates the memory pool of prompts that `fill_state` has placed."""
     return _in_memory(plan, state.smoothing, placement, prompts, dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
-def _in_memory(plan: LayerPlan, smoothing, placement: Placement, prompts: Prompts, dtype: str) -> MemoryPool:
+def _in_memory(plan: LayerPlan, smoothing, placement: Placement, prompts: Prompts, dtype: str) -> Pool:
     *key, value = (scatter_prompt(plan.spec, placement, rows) for rows in _kept(plan, smoothing, prompts, dtype))
-    return MemoryPool(key[0] if key else None, value, dtype)
+    return suited(MemoryPool(key[0] if key else None, value, dtype))
 
 
 def stored_rows(

@@ -1,10 +1,11 @@
 """Pools, which hold the payload of a layer's blocks while it is in use: the interface, and the pool in memory.
 
-`MemoryPool` keeps every block in JAX arrays, keys and values apart so that dense attention can read them in place.
-`kvjax.cache.slots.SlotPool` keeps a few of a store's blocks. Both take batches: callbacks have no batching rule, so the
-batch axis is explicit.
+`MemoryPool` keeps every block in JAX arrays, keys and values apart so that dense attention can read them in place;
+`kvjax.cache.tiled_pool.TiledPool` has them side by side, as TPUs want them. `kvjax.cache.slots.SlotPool` keeps a few of
+a store's blocks. All take batches: callbacks have no batching rule, so the batch axis is explicit.
 """
 
+import abc
 import dataclasses
 from typing import Protocol, runtime_checkable
 
@@ -79,7 +80,18 @@ class Pool(Protocol):
           row: row in its block.
 
         Returns:
-          Keys and values (`quantize.Scattered`, [K, N]). As below, keys are None if blocks hold values alone.
+          Keys and values (`quantize.Scattered` or `quantize.Packed`, [K, N]). As below, keys are None if blocks hold
+          values alone.
+        """
+
+    def lying(self, slot: Int32[Array, "B K M"]):
+        """Returns the blocks where `kvjax.ops.attention.attend_blocks` reads them.
+
+        Args:
+          slot: slots of blocks.
+
+        Returns:
+          (All blocks, [R, C, W], and the index [B, K, M] of each asked for), or None if their layout does not suit.
         """
 
     def block(self, slot: Int32[Array, "B K"]):
@@ -123,9 +135,27 @@ class Pool(Protocol):
         """
 
 
+class InMemory(abc.ABC):
+    """A pool that has all blocks in memory; the slot of a block is its number."""
+
+    def fetch(self, need, count, layer, ref):
+        none = jnp.zeros(need.shape[0], jnp.int32)
+        return self, need, jnp.bool_(True), FetchStats(none, none, none)
+
+    def submit(self, block, layer, ref):
+        return jnp.int32(1)
+
+    def locate(self, block):
+        return block
+
+    @abc.abstractmethod
+    def apart(self) -> "MemoryPool":
+        """Returns the same blocks with keys and values in arrays of their own, the form that caches are saved in."""
+
+
 @pytree
-class MemoryPool:
-    """A pool with all blocks in memory; the slot of a block is its number."""
+class MemoryPool(InMemory):
+    """A pool in memory with keys and values apart."""
 
     key: Num[Array, "B K NB C X"] | None  # X numbers encode D dimensions (`kvjax.ops.quantize`); None = not kept
     value: Num[Array, "B K NB C X"]
@@ -137,24 +167,20 @@ class MemoryPool:
         kept = quantize.array_type(dtype)
         return cls(jnp.zeros(shape, kept) if spec.keeps_keys else None, jnp.zeros(shape, kept), dtype)
 
-    def fetch(self, need, count, layer, ref):
-        none = jnp.zeros(need.shape[0], jnp.int32)
-        return self, need, jnp.bool_(True), FetchStats(none, none, none)
-
-    def submit(self, block, layer, ref):
-        return jnp.int32(1)
+    def apart(self):
+        return self
 
     def rows_at(self, number, slot, row):
         return self._each(lambda kept: find_rows(kept, self.dtype, number, slot, row, len(slot), parts=1)[0])
+
+    def lying(self, slot):
+        return None
 
     def block(self, slot):
         return self._each(lambda kept: quantize.Packed(take_block(kept, slot), self.dtype))
 
     def everything(self, slot):
         return self._each(lambda kept: quantize.Packed(kept.reshape(*kept.shape[:2], -1, kept.shape[-1]), self.dtype))
-
-    def locate(self, block):
-        return block
 
     def put_row(self, block, row, key, value, layer, ref):
         return self._put((*batch_and_head(block), block, row), key, value)

@@ -147,7 +147,9 @@ def attend(
       (Output [B, H, D], new token to write, number of attended tokens [B, K]).
     """
     batch = fetched(plan, cache, chosen, slot, in_place=_in_place(plan, cache.pool))
-    args, attend_one = (batch, grouped(q, plan.spec), key, value, at), functools.partial(
+    queries = grouped(q, plan.spec)
+    lying = _attend_lying(plan, cache, chosen, slot, queries, at)
+    args, attend_one = (batch, queries, key, value, at, lying), functools.partial(
         _attend_one, plan, cache.pool, sink_logits)
     out, (seen_pos, seen_weight), seen = each_sequence(lambda one: attend_one(*one), args)
     new_token = NewToken(key, value, chosen.need, seen_pos, seen_weight, chosen.note)
@@ -177,6 +179,44 @@ def fetched(
 def _in_place(plan: LayerPlan, pool: Pool) -> bool:
     """Returns True if all blocks are attended where they lie; a layer that filters does not have slots for all."""
     return plan.method.attends_all and plan.spec.keeps_keys and attention.reads_in_place(pool.dtype, plan.spec.soft_cap)
+
+
+def _attend_lying(
+    plan: LayerPlan, cache: LayerCache, chosen: SelectedRows, slot, q: Float[Array, "B K G D"], at: Int32[Array, "B"]
+) -> attention.Part | None:
+    """Attends the chosen rows of a batch where they lie; None = the pool's layout does not suit, or the method needs
+    keys or weights of single rows, so that rows are gathered."""
+    spec, state = plan.spec, cache.state
+    found = cache.pool.lying(slot[..., : spec.num_blocks] if plan.dense else slot)
+    if found is None or plan.observes or plan.method.samples or not (plan.dense or spec.selected_rows):
+        return None
+    (pool, block), (count, seen) = found, _counted(plan, state, chosen, at)
+    bias = jnp.where(seen, 0.0, attention.NEGATIVE).reshape(*seen.shape[:2], 1, -1)
+    most = spec.num_blocks * spec.block_rows if plan.dense else spec.selected_rows
+    return attention.attend_blocks(q, pool, block, count, bias, cache.pool.dtype, most, state.smoothing, spec.soft_cap)
+
+
+def _counted(
+    plan: LayerPlan, state: LayerState, chosen: SelectedRows, at: Int32[Array, "B"]
+) -> tuple[Int32[Array, "B K M"], Bool[Array, "B K M C"]]:
+    """Returns how many rows of each block are attended, its first ones, and which of all rows are.
+
+    A block that the model's sliding window cuts has fewer attended rows than it has to be read for.
+    """
+    spec, rows, at = plan.spec, chosen.rows, at.reshape(-1, 1, 1)
+    nth = jnp.arange(spec.block_rows, dtype=jnp.int32)
+    if plan.dense:
+        count = state.count
+        return count, (nth < count[..., None]) & spec.seen(state.pos, at[..., None])
+    needed = jnp.arange(chosen.need.shape[-1], dtype=jnp.int32)[:, None]
+    mine = (rows.rank[..., None, :] == needed) & rows.valid[..., None, :]
+    count = jnp.sum(mine, axis=-1, dtype=jnp.int32)
+    seen = nth < count[..., None]
+    if spec.sliding is not None:  # the chosen rows stand block after block
+        place = jnp.cumsum(count, axis=-1, dtype=jnp.int32)[..., None] - count[..., None] + nth
+        pos = jnp.take_along_axis(rows.pos, place.reshape(*place.shape[:2], -1), axis=-1, mode="clip")
+        seen &= spec.seen(pos.reshape(place.shape), at[..., None])
+    return count, seen
 
 
 def _every_row(spec: Spec, pool: Pool, mine: Fetched):
@@ -223,11 +263,15 @@ def scored(plan: LayerPlan, mine: Fetched, q: Float[Array, "K G D"]) -> Float[Ar
     return plan.method.score_rows(plan.spec, mine.state.index, q)
 
 
-def _attend_one(plan, pool, sink_logits, mine: Fetched, q, new_key, new_value, at):
-    """Merges the tail, the selected rows and the newest token of one sequence by log-sum-exp."""
+def _attend_one(plan, pool, sink_logits, mine: Fetched, q, new_key, new_value, at, lying: attention.Part | None):
+    """Merges the tail, the selected rows and the newest token of one sequence by log-sum-exp.
+
+    The selected rows' part is given if they were attended where they lie; what gathers them is then dropped by XLA.
+    """
     sets = _attended_sets(plan, pool, mine, q, new_key, new_value, at)
     scores = _scores(plan, mine, q, sets)
-    part = functools.reduce(attention.merge, (_part(plan, q, *both) for both in zip(sets, scores, strict=True)))
+    parts = [_part(plan, q, *both) for both in zip(sets, scores, strict=True)]
+    part = functools.reduce(attention.merge, parts if lying is None else [parts[0], lying, parts[2]])
     seen = sum(jnp.sum(valid, axis=-1, dtype=jnp.int32) for _, _, valid, _, _ in sets)
     return attention.normalise(part, q.dtype, sink_logits), _weights(plan, sets, scores, sink_logits), seen
 

@@ -151,6 +151,9 @@ class SlotPool:
         parts = find_rows(self.rows, self.dtype, number, slot, row, self.kv_heads, self.parts)
         return parts if self.keeps_keys else (None, *parts)
 
+    def lying(self, slot):
+        return None
+
     def block(self, slot):
         parts = self._parted(take_block(self.rows, self.own(slot)))
         *key, value = (quantize.Packed(part, self.dtype) for part in parts)

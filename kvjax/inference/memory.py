@@ -6,7 +6,7 @@ from collections import Counter
 
 import jax
 
-from kvjax.cache.pool import MemoryPool
+from kvjax.cache.pool import InMemory
 from kvjax.cache.tiers import TieredPool
 from kvjax.inference import layer_offload
 from kvjax.inference.plan import State, bytes_of
@@ -64,7 +64,7 @@ def memory_of(state: State, branch: Branch | None) -> Memory:
             found["layers", _place(layer.branch)] += layer.nbytes
             continue
         pool, state_of = layer.pool, layer.state
-        found["blocks" if isinstance(pool, MemoryPool) else "slots", DEVICE] += _bytes(pool)
+        found["blocks" if isinstance(pool, InMemory) else "slots", DEVICE] += _bytes(pool)
         if isinstance(pool, TieredPool):
             host = _bytes(pool.host_rows)
             found["slots", DEVICE] -= host

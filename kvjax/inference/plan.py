@@ -16,9 +16,10 @@ from kvjax.cache import residency
 from kvjax.cache.callbacks import BACKENDS, default_backend
 from kvjax.cache.check import check_outputs
 from kvjax.cache.fill import empty_state
+from kvjax.cache.in_memory import empty_pool
 from kvjax.cache.layer import LayerCache, LayerPlan
 from kvjax.cache.method import ENDLESS, Method
-from kvjax.cache.pool import MemoryPool, StoreRef, row_width
+from kvjax.cache.pool import StoreRef, row_width
 from kvjax.cache.slots import PREFETCH, SlotPool
 from kvjax.cache.tiers import TieredPool
 from kvjax.cache.types import Spec
@@ -300,7 +301,7 @@ def outline(plan: Plan, i: int, store: bool, slots: Slots) -> LayerCache:
     in_memory = not (store and on_store(plan, i))
 
     def leaves(weights):
-        pool = MemoryPool.zeros(layer.spec, plan.batch, plan.dtype) if in_memory else slot_pool(plan, i, slots)
+        pool = empty_pool(layer.spec, plan.batch, plan.dtype) if in_memory else slot_pool(plan, i, slots)
         state = empty_state(layer, plan.batch, plan.dtype, weights)
         flat, structure = jax.tree.flatten(LayerCache(state, pool))
         structures.append(structure)

@@ -11,8 +11,9 @@ import xxhash
 from safetensors.numpy import save as serialise
 
 from kvjax import _files
+from kvjax.cache.in_memory import suited
 from kvjax.cache.layer import LayerCache
-from kvjax.cache.pool import MemoryPool, StoreRef
+from kvjax.cache.pool import InMemory, StoreRef
 from kvjax.errors import ChecksumMismatch, FormatMismatch, ReadFailed, typed
 from kvjax.inference import layer_offload
 from kvjax.inference.plan import Plan, Slots, State, outline, slot_pool
@@ -28,7 +29,7 @@ _TYPES = {
 
 def _tree(state: State, logits) -> PyTree:
     """Returns the arrays to save; slots are left out, because the store holds their blocks."""
-    layers = [(layer.state, layer.pool if isinstance(layer.pool, MemoryPool) else None) for layer in state.layers]
+    layers = [(layer.state, layer.pool.apart() if isinstance(layer.pool, InMemory) else None) for layer in state.layers]
     return {"layers": layers, "length": state.length, "logits": logits}
 
 
@@ -107,7 +108,7 @@ def load(path: pathlib.Path, checksum: str, plan: Plan, slots: Slots, branch: Br
         taken.append(jnp.asarray(leaf))
     tree = jax.tree.unflatten(structure, taken)
     pairs = enumerate(tree["layers"])
-    layers = [LayerCache(state, pool or slot_pool(plan, i, slots)) for i, (state, pool) in pairs]
+    layers = [LayerCache(state, suited(pool) if pool else slot_pool(plan, i, slots)) for i, (state, pool) in pairs]
     return State(tuple(layers), tree["length"], ref), tree["logits"]
 
 

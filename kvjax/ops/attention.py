@@ -174,6 +174,40 @@ def attend_scores(
     return Part(_weighted(value, weight), top, jnp.sum(weight, axis=-1))
 
 
+def attend_blocks(
+    q: Float[Array, "*K G D"], pool: Num[Array, "R C W"], block: Int32[Array, "*K M"], count: Int32[Array, "*K M"],
+    bias: Float[Array, "*K _ MC"], dtype: str, most_rows: int, smoothing: Smoothing | None = None,
+    cap: float | None = None,
+) -> Part:
+    """Attends from each query head to the first rows of selected blocks, which are read where they lie.
+
+    This is `kvjax.ops.kernels.selected_attention`, compiled for a TPU and interpreted elsewhere, for tests.
+
+    Args:
+      q: queries of each KV head, of one sequence or several.
+      pool: all blocks, of rows of a key beside a value, padded to whole tiles.
+      block: selected blocks of each KV head.
+      count: how many of each block's rows to read; 0 = the block is not read.
+      bias: added to the scaled scores of rows in the order of the blocks, for all queries of a KV head or each (an axis
+        of 1 or G); NEGATIVE for rows that do not count.
+      dtype: type of keys and values (`kvjax.ops.kernels.tiles.TYPES`).
+      most_rows: rows that `count` adds up to at most for a KV head.
+      smoothing: of keys in few bits.
+      cap: bound of the scaled products (`soft_capped`).
+
+    Returns:
+      The part `[*K, G]`, to be merged with others and normalised.
+    """
+    from kvjax.ops.kernels import selected_attention  # takes a while to import, and others than TPUs do without
+
+    heads = q.shape[:-2]
+    q, block, count, bias, smoothing = jax.tree.map(
+        lambda x: x.reshape(-1, *x.shape[len(heads) :]), (q, block, count, bias, smoothing)
+    )
+    found = selected_attention.attend(q, pool, block, count, bias, dtype, smoothing, cap, most_rows)
+    return Part(*(x.reshape(*heads, *x.shape[1:]) for x in found))
+
+
 def reads_in_place(dtype: str, cap: float | None = None) -> bool:
     """Returns whether a compiled kernel can read scattered rows of this type in place; it needs the CPU backend, and
     caps no scores."""

@@ -20,6 +20,8 @@ runs on other platforms, and where the kernels were not built for want of GCC 12
   - `assign`: block[KB, NS], keys[KB, NS, P], need[KB, M], NB to slot[KB, M], read[KB, M], new[KB, NS], pinned[KB, NS],
     as in `kvjax.cache.residency`; exact.
 
+Kernels for TPUs are Pallas's, each in a module of its own beside this.
+
 Rows are f32, or bfloat16 as uint16; codes of keys are uint8 and their queries int8; indices are int32 and clipped;
 other integers are int32, masks boolean, and all else f32. Kernels have no derivatives.
 """
