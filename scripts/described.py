@@ -1,0 +1,157 @@
+"""Programs of kvjax from shapes alone, and what JAX needs to compile them for a device that is not there.
+
+`check_gpu.py` and `check_tpu.py` share it. Private parts of JAX are patched here as of 0.10.2.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+from jax._src import compiler
+from jax._src.interpreters import mlir
+
+from kvjax.cache.fill import Prompts, empty_state, fill_memory
+from kvjax.cache.layer import LayerCache, LayerPlan
+from kvjax.cache.pool import StoreRef
+from kvjax.cache.write import write_token
+from kvjax.inference import chunked_prefill, decode, prefill
+from kvjax.inference.lookahead import Token, next_layer
+from kvjax.inference.plan import Plan, Slots, State, outline
+from kvjax.models.transformer import Transformer
+from kvjax.typing import PyTree
+
+CHUNK = 512  # tokens of a chunk
+PROGRAMS = ("token", "read", "write", "chunk_read", "chunk_write", "prompt", "index")
+
+
+def compile_without_a_device(platform: str, client) -> None:
+    """Patches JAX and kvjax to compile for a platform that has no device here.
+
+    JAX asks for the device's own backend where a program calls Python, and hands the calls to XLA, which accepts none
+    for a program that is only compiled. kvjax asks for the backend where CPU and accelerators differ.
+
+    Args:
+      platform: "gpu" or "tpu".
+      client: client of the described device.
+    """
+    load = compiler.backend_compile_and_load
+    mlir.ModuleContext.get_backend = lambda self, optional=False: client
+    compiler.backend_compile_and_load = lambda *args: load(*args[:-1], ())
+    jax.default_backend = lambda: platform
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A program to compile: `function(kept, *rest)`, in which `kept` may be overwritten.
+
+    Attributes:
+      name: one of PROGRAMS.
+      function: the program.
+      kept: shapes of what is overwritten: a state, or one layer's cache.
+      rest: shapes of the other arguments.
+      params: shapes of the weights among them; those of a whole model have an embedding.
+    """
+
+    name: str
+    function: Callable
+    kept: PyTree
+    rest: tuple
+    params: PyTree
+
+
+def shape(sizes: tuple[int, ...], kind) -> jax.ShapeDtypeStruct:
+    """Returns an array that is a shape only."""
+    return jax.ShapeDtypeStruct(sizes, kind)
+
+
+def model_params(plan: Plan, dtype) -> PyTree:
+    """Returns the shapes of a model's weights in one type."""
+    def weights():
+        tokens = jnp.zeros((1, 1), jnp.int32)
+        return Transformer(plan.config).init(jax.random.key(0), tokens, tokens)["params"]
+
+    return jax.tree.map(lambda leaf: shape(leaf.shape, dtype), jax.eval_shape(weights))
+
+
+def model_state(plan: Plan, store: bool, slots: Slots) -> State:
+    """Returns the shapes of a model's cache, in memory or over a store."""
+    scalar = shape((), jnp.int32)
+    layers = tuple(outline(plan, i, store, slots) for i in range(len(plan.layers)))
+    return State(layers, shape((plan.batch,), jnp.int32), StoreRef(scalar, scalar))
+
+
+def cases(plan: Plan, params: PyTree, state: State, names: tuple[str, ...]) -> Iterator[Case]:
+    """Yields the programs of some names, of layer 0 where a program is one layer's, as `step`, `extend` and `prefill`
+    compile them. Chunks are left out where the method reads none."""
+    batch, config, layer, ref = plan.batch, plan.config.layers[0], plan.layers[0], state.ref
+    tokens, flags, number = shape((batch,), jnp.int32), shape((batch,), bool), shape((), jnp.int32)
+    kind = params["embedding"]["embedding"].dtype
+    cache, weights = state.layers[0], params["layers_0"]
+    x = jax.eval_shape(lambda p, t: Transformer(plan.config).apply({"params": p}, t, method="embed"), params, tokens)
+
+    def token(kept, params, tokens, active):
+        return decode.fused_token(plan, params, kept, tokens, active)
+
+    def read(kept, params, caches, x, at, active, number, ref):
+        following = next_layer(plan, params, caches, 0, lambda i: caches[i])
+        return decode.read_layer(config, layer, params["layers_0"], kept, following, Token(x, at, active, number, ref),
+                                 None)
+
+    def write(kept, new, at, gate, number, ref, token):
+        return write_token(layer, kept, new, at, gate, number, ref, token)
+
+    def chunk_read(kept, params, x, at, count, number, ref):
+        return chunked_prefill._read(config, layer, params, kept, x, at, count, number, ref, None)
+
+    def chunk_write(kept, new, tokens, at, count, ok, number, ref):
+        return chunked_prefill._write(layer, kept, new, tokens, at, count, ok, number, ref, None)
+
+    def prompt(x, params):
+        return prefill._read_layer(config, min(prefill._CHUNK, x.shape[1]), params, x)
+
+    reading = (params, state.layers, x, tokens, flags, number, ref)
+    many = (shape((batch, CHUNK, x.shape[-1]), x.dtype), tokens, tokens, number, ref)
+    made: dict[str, Callable[[], Case]] = {
+        "token": lambda: Case("token", token, state, (params, tokens, flags), params),
+        "read": lambda: Case("read", read, cache, reading, weights),
+        "write": lambda: Case("write", write, cache, (
+            jax.eval_shape(read, cache, *reading).pending.new_token, tokens, flags, number, ref, tokens), {}),
+        "prompt": lambda: Case("prompt", prompt, shape((batch, plan.capacity, x.shape[-1]), x.dtype), (weights,), weights),
+        "index": lambda: Case("index", *_index(plan, layer, kind), {}),
+    }
+    if chunked_prefill.reads(plan):
+        made["chunk_read"] = lambda: Case("chunk_read", chunk_read, cache, (weights, *many), weights)
+        made["chunk_write"] = lambda: Case("chunk_write", chunk_write, cache, (
+            jax.eval_shape(chunk_read, cache, weights, *many).pending.new_token, shape((batch, CHUNK), jnp.int32),
+            tokens, tokens, shape((), bool), number, ref), {})
+    yield from (made[name]() for name in names if name in made)
+
+
+def _index(plan: Plan, layer: LayerPlan, kind) -> tuple[Callable, PyTree, tuple]:
+    """Returns the program that places a whole prompt of one layer in memory, with its arguments."""
+    spec, length = layer.spec, plan.capacity
+    rows = shape((plan.batch, length, spec.kv_heads, spec.head_dim), kind)
+    asked = layer.method.observed
+    asked = length if asked is None else min(asked, length)
+    query = shape((plan.batch, asked, spec.kv_heads * spec.group, spec.head_dim), kind) if asked else None
+    empty = jax.eval_shape(functools.partial(empty_state, layer, plan.batch, plan.dtype, layer.method.weights(0)))
+    prompts = Prompts(rows, rows, shape((plan.batch,), jnp.int32), shape((plan.batch, length), jnp.int32), query)
+
+    def index(kept, prompts) -> LayerCache:
+        return fill_memory(layer, kept, prompts, plan.dtype)
+
+    return index, empty, (prompts,)
+
+
+def compiled(case: Case, where: jax.sharding.Sharding, platform: str):
+    """Returns a program compiled for a described device."""
+    outlines = jax.tree.map(lambda leaf: shape_on(leaf, where), (case.kept, *case.rest))
+    traced = jax.jit(case.function, donate_argnums=0).trace(*outlines)
+    return traced.lower(lowering_platforms=(platform,)).compile()
+
+
+def shape_on(leaf, where: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    """Returns the shape of an array on a device."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
