@@ -1,32 +1,27 @@
 """Compilation of kvjax's programs for a TPU that need not be present, and what they cost by the compiler's own count.
 
-    python scripts/check_tpu.py [--small] [--methods=quest,dynakv] [--lengths=32768] [--explain] [--out=DIR]
+    python scripts/check_tpu.py [--small] [--methods=quest,dynakv] [--lengths=32768] [--explain=10] [--out=DIR]
 
-Nothing is run: libtpu's compiler counts the bytes that a program accesses and the memory it takes, for a described chip.
-libtpu (some 200 MB) is put into .venv-tpu/ at the first call, in the version of constraints.txt, and is seen by this
-script alone; where it cannot be installed the script says so and ends. Shapes are those of real models, cut to a few
-layers. `docs/tpu.md` says what the columns mean; a missed mark is printed and is no failure.
+Nothing is run: libtpu's compiler counts the bytes that a program accesses and the memory that it takes, for a chip
+that is only described. libtpu (some 200 MB) is put into .venv-tpu/ at the first call, in the version of
+constraints.txt, and is seen by this script alone; where it cannot be installed the script says so and ends. Shapes are
+those of real models, cut to a few layers. `docs/tpu.md` says what the columns mean; a missed mark is printed and is no
+failure.
 """
 
 import dataclasses
 import datetime
-import importlib.util
 import itertools
 import json
 import os
 import pathlib
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-PLACE = ROOT / ".venv-tpu"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")  # or libtpu asks a cloud machine for its hosts
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no chip is used, so that others need not be kept from it
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import jax
 from absl import app, flags
@@ -38,9 +33,10 @@ from kvjax.inference.plan import Plan, Slots, State, make_plan
 from kvjax.models.config import ModelConfig
 from kvjax.models.hf_config import parse
 from kvjax.typing import PyTree
-from scripts import described, ideal
+from scripts import described, ideal, tpu_compiler
 from scripts.hlo_text import Program, nbytes_off_chip
 
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 _LLAMA = {"model_type": "llama", "vocab_size": 128_256, "rope_theta": 500_000.0, "max_position_embeddings": 131_072}
 # Shapes of real models, as their config.json has them; no weights.
@@ -70,9 +66,10 @@ METHODS = (
 )
 _TABLE = ROOT / "kvjax/reference/delimiters.json"  # DynSplit's delimiters; only their number matters here
 PLACES = ("memory", "slots")
+KEYS = ("chip", "model", "layers", "method", "dtype", "batch", "tokens", "place", "program")
 HEAD = (
-    "chip", "model", "layers", "method", "dtype", "batch", "tokens", "place", "program", "bytes", "ideal", "ratio", "",
-    "temporaries", "of state", "", "largest copy", "", "seconds",
+    *KEYS, "ideal", "bytes", "ratio", "", "off chip", "ratio", "temporaries", "of state", "",
+    "largest copy", "", "seconds",
 )
 
 CHIP = flags.DEFINE_list("chips", ["v5e"], f"described chips: {', '.join(CHIPS)}")
@@ -105,36 +102,6 @@ class Point:
     place: str
 
 
-# ---------------------------------------------------------------------------------------- libtpu
-
-
-def install(place: pathlib.Path) -> str | None:
-    """Installs libtpu into a folder of its own, unless it is there.
-
-    Args:
-      place: folder; what is in it is no environment, only libtpu.
-
-    Returns:
-      None, or a sentence that says why it cannot be installed.
-
-    Raises:
-      RuntimeError: pip fails for another reason than that there is nothing to install.
-    """
-    wanted = re.search(r"^libtpu==.*$", (ROOT / "constraints.txt").read_text(), re.M)[0]
-    name, version = wanted.split("==")
-    if (place / f"{name}-{version}.dist-info").exists():
-        return None
-    print(f"installing {wanted} into {place} (some 200 MB)", flush=True)
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--no-deps", "--target", str(place), wanted]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode == 0:
-        return None
-    if "No matching distribution found" in done.stderr:
-        return (f"{wanted} cannot be installed here (no network, or no wheel for this Python or platform), so that "
-                "nothing was compiled for a TPU.")
-    raise RuntimeError(f"pip could not install {wanted}:\n{done.stderr}")
-
-
 # ------------------------------------------------------------------------------------ what to do
 
 
@@ -147,7 +114,8 @@ def grid() -> Iterator[tuple[Point, tuple[str, ...]]]:
         yield Point(chip, model, 1, "quest", "int8", 1, 32_768, "slots"), described.PROGRAMS[:-2]
         yield Point(chip, model, 1, "quest", "bfloat16", 1, 2048, "memory"), described.PROGRAMS[-2:]
         return
-    axes = (CHIP.value, MODEL.value, DTYPE.value, map(int, BATCH.value), map(int, LENGTH.value), WHERE.value, METHOD.value)
+    batches, lengths = map(int, BATCH.value), map(int, LENGTH.value)
+    axes = CHIP.value, MODEL.value, DTYPE.value, batches, lengths, WHERE.value, METHOD.value
     for chip, model, dtype, batch, tokens, place, method in itertools.product(*axes):
         yield Point(chip, model, LAYERS.value, method, dtype, batch, tokens, place), tuple(PROGRAM.value)
 
@@ -198,8 +166,7 @@ def measured(point: Point, case: described.Case, plan: Plan, state: State, where
     seconds, text = time.monotonic() - begin, program.as_text()
     record = dataclasses.asdict(point) | {"layers": len(plan.layers), "program": case.name}
     if texts is not None:
-        name = "-".join(str(record[key]) for key in ("chip", "model", "method", "dtype", "batch", "tokens", "place", "program"))
-        (texts / f"{name}.hlo").write_text(text)
+        (texts / f"{'-'.join(str(record[key]) for key in KEYS)}.hlo").write_text(text)
     parsed, memory = Program(text), program.memory_analysis()
     copy, copied = parsed.largest_copy()
     record |= {
@@ -210,7 +177,7 @@ def measured(point: Point, case: described.Case, plan: Plan, state: State, where
         "temporaries_met": memory.temp_size_in_bytes <= ideal.TEMPORARIES * ideal.nbytes(case.kept),
         "copy_met": copy < ideal.COPY,
     }
-    if case.name in ("token", "read"):
+    if case.name in ("token", "read", "chunk_read"):
         least = ideal.of_token(plan, case.params, state, None if case.name == "token" else 1)
         record["ideal"] = dataclasses.asdict(least) | {"total": least.total}
         record["ratio"] = round(record["bytes"] / least.total, 2)
@@ -222,15 +189,23 @@ def measured(point: Point, case: described.Case, plan: Plan, state: State, where
 
 
 def explain(program: Program, count: int) -> None:
-    """Prints the instructions of a program that move most, with the lines of kvjax that they were made for."""
-    costs = program.costs()
+    """Prints the instructions of a program that move most, with the lines of kvjax that they were made for.
+
+    Those that differ only in number, as of two layers, are one line.
+    """
+    costs, alike = program.costs(), {}
+    for size, instruction in costs:
+        reason = program.reason(instruction)
+        lines = [f"{name.split('/kvjax/')[-1]}:{line}" for name, line in program.stack(reason) if "/kvjax/" in name]
+        added = "" if reason is instruction else f", added for {reason.name.rstrip('.0123456789')}"
+        op_name = re.sub(r"\[\d+\]", "[i]", instruction.op_name)[-80:]  # of any layer
+        text = (f"{instruction.name.rstrip('.0123456789')} ({instruction.opcode}{added}) -> {instruction.shape[:100]}; "
+                f"{op_name or 'no name'}; {' < '.join(lines[:3]) or 'no line'}")
+        alike.setdefault(text, []).append(size)
     off_chip = sum(size for size, _ in program.costs(nbytes_off_chip))
     print(f"\nestimated from shapes: {mib(sum(size for size, _ in costs))} MiB, {mib(off_chip)} of them off the chip")
-    for size, instruction in costs[:count]:
-        stack = program.stack(instruction)
-        lines = [f"{name.split('/kvjax/')[-1]}:{line}" for name, line in stack if "/kvjax/" in name][:3]
-        print(f"{mib(size):>9} MiB  {instruction.name} ({instruction.opcode}) -> {instruction.shape[:100]}; "
-              f"{instruction.op_name[-80:] or 'no name'}; {' < '.join(lines) or 'no line'}")
+    for text, sizes in sorted(alike.items(), key=lambda pair: -sum(pair[1]))[:count]:
+        print(f"{mib(sum(sizes)):>9} MiB in {len(sizes)}: {text}")
     print(flush=True)
 
 
@@ -241,15 +216,20 @@ def mib(size: int) -> str:
 
 def row(record: dict) -> str:
     """Returns a record as a row of the table."""
-    marked, said = record.get("ratio_met"), ideal.said
+    least = record["ideal"]["total"] if "ideal" in record else None
     cells = (
-        *(record[key] for key in ("chip", "model", "layers", "method", "dtype", "batch", "tokens", "place", "program")),
-        mib(record["bytes"]), mib(record["ideal"]["total"]) if "ideal" in record else "", record.get("ratio", ""),
-        "" if marked is None else said(marked), mib(record["temporaries"]),
+        *(record[key] for key in KEYS), "" if least is None else mib(least), mib(record["bytes"]),
+        record.get("ratio", ""), said(record.get("ratio_met")), mib(record["bytes_off_chip_estimate"]),
+        "" if least is None else f"{record['bytes_off_chip_estimate'] / least:.2f}", mib(record["temporaries"]),
         f"{record['temporaries'] / record['state']:.0%}", said(record["temporaries_met"]), mib(record["largest_copy"]),
         said(record["copy_met"]), record["compile_seconds"],
     )
     return f"| {' | '.join(map(str, cells))} |"
+
+
+def said(met: bool | None) -> str:
+    """Returns how a mark is reported; nothing where there is none."""
+    return "" if met is None else "met" if met else "missed"
 
 
 def beside_full(records: list[dict]) -> list[dict]:
@@ -263,20 +243,32 @@ def beside_full(records: list[dict]) -> list[dict]:
     for one in tokens:
         if one["method"] != "full" and like(one) in full:
             beyond, all_of = (each["bytes"] - each["ideal"]["weights"] for each in (one, full[like(one)]))
-            found.append({key: one[key] for key in ("chip", "model", "dtype", "batch", "tokens", "place", "method")} | {
-                "beyond_weights_over_full": round(beyond / all_of, 2), "met": beyond <= ideal.SHARE_OF_FULL * all_of})
+            met = beyond <= ideal.SHARE_OF_FULL * all_of
+            found.append({key: one[key] for key in KEYS} | {"over_full": round(beyond / all_of, 2), "met": met})
     return found
+
+
+def keep(directory: pathlib.Path, records: list[dict], compared: list[dict]) -> None:
+    """Writes summary.json; what it has of other programs stays, so that a grid can be done in parts."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "summary.json"
+    before = json.loads(path.read_text()) if path.exists() else {"programs": [], "beside_full": []}
+
+    def with_earlier(name, new):
+        known = {tuple(one[key] for key in KEYS) for one in new}
+        return [one for one in before[name] if tuple(one[key] for key in KEYS) not in known] + new
+
+    content = {"day": datetime.date.today().isoformat(), "jax": jax.__version__, "budget": BUDGET.value,
+               "programs": with_earlier("programs", records), "beside_full": with_earlier("beside_full", compared)}
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def main(argv) -> None:
     del argv
-    missing = install(PLACE)
+    missing = tpu_compiler.install(ROOT / ".venv-tpu")
     if missing:
         print(missing)
         return
-    sys.path.append(str(PLACE))
-    if importlib.util.find_spec("libtpu") is None:
-        raise RuntimeError(f"{PLACE} has no libtpu, though pip put it there; remove the folder and try again")
     texts = None if TEXT.value is None else pathlib.Path(TEXT.value)
     if texts is not None:
         texts.mkdir(parents=True, exist_ok=True)
@@ -299,13 +291,10 @@ def main(argv) -> None:
                 print(row(records[-1]), flush=True)
     compared = beside_full(records)
     for one in compared:
-        print(f"{one['method']} at {one['tokens']:,} tokens ({one['model']}, {one['dtype']}, batch {one['batch']}, {one['place']}): "
-              f"bytes beyond weights are {one['beyond_weights_over_full']:.2f} of full's: {ideal.said(one['met'])}")
+        print(f"{' '.join(str(one[key]) for key in KEYS)}: bytes beyond weights are {one['over_full']:.2f} of full's, "
+              f"{said(one['met'])}")
     if OUT.value:
-        pathlib.Path(OUT.value).mkdir(parents=True, exist_ok=True)
-        summary = {"day": datetime.date.today().isoformat(), "jax": jax.__version__, "budget": BUDGET.value,
-                   "programs": records, "beside_full": compared}
-        pathlib.Path(OUT.value, "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        keep(pathlib.Path(OUT.value), records, compared)
     if failed:
         sys.exit(f"{len(failed)} programs did not compile: " + "; ".join(failed))
 

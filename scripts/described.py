@@ -82,49 +82,83 @@ def model_state(plan: Plan, store: bool, slots: Slots) -> State:
     return State(layers, shape((plan.batch,), jnp.int32), StoreRef(scalar, scalar))
 
 
-def cases(plan: Plan, params: PyTree, state: State, names: tuple[str, ...]) -> Iterator[Case]:
-    """Yields the programs of some names, of layer 0 where a program is one layer's, as `step`, `extend` and `prefill`
-    compile them. Chunks are left out where the method reads none."""
+def host_arrays(kept: PyTree) -> list[int]:
+    """Returns the numbers of the leaves that are in host memory: a tiered pool's host slots."""
+    return [i for i, (path, _) in enumerate(jax.tree.leaves_with_path(kept)) if path and _name(path) == "host_rows"]
+
+
+def _name(path) -> str:
+    return getattr(path[-1], "name", "")
+
+
+def _hosted(function: Callable) -> Callable:
+    """Returns the program with its host arrays in host memory, which shapes alone do not say."""
+    def placed(path, leaf):
+        return jax.device_put(leaf, jax.memory.Space.Host) if _name(path) == "host_rows" else leaf
+
+    def call(kept, *rest):
+        return function(jax.tree.map_with_path(placed, kept), *rest)
+
+    return call
+
+
+def cases(
+    plan: Plan, params: PyTree, state: State, names: tuple[str, ...], chunk: int = CHUNK,
+) -> Iterator[Case]:
+    """Yields programs as `step`, `extend` and `prefill` compile them, of layer 0 where a program is one layer's.
+
+    Args:
+      plan: static part of the cache.
+      params: shapes of the weights.
+      state: shapes of the cache.
+      names: of PROGRAMS; those of chunks are left out where the method reads none.
+      chunk: tokens of a chunk.
+    """
     batch, config, layer, ref = plan.batch, plan.config.layers[0], plan.layers[0], state.ref
     tokens, flags, number = shape((batch,), jnp.int32), shape((batch,), bool), shape((), jnp.int32)
     kind = params["embedding"]["embedding"].dtype
     cache, weights = state.layers[0], params["layers_0"]
     x = jax.eval_shape(lambda p, t: Transformer(plan.config).apply({"params": p}, t, method="embed"), params, tokens)
 
+    @_hosted
     def token(kept, params, tokens, active):
         return decode.fused_token(plan, params, kept, tokens, active)
 
-    def read(kept, params, caches, x, at, active, number, ref):
-        following = next_layer(plan, params, caches, 0, lambda i: caches[i])
-        return decode.read_layer(config, layer, params["layers_0"], kept, following, Token(x, at, active, number, ref),
-                                 None)
+    @_hosted
+    def read(kept, params, following, x, at, active, number, ref):
+        return decode.read_layer(config, layer, params, kept, following, Token(x, at, active, number, ref), None)
 
+    @_hosted
     def write(kept, new, at, gate, number, ref, token):
         return write_token(layer, kept, new, at, gate, number, ref, token)
 
+    @_hosted
     def chunk_read(kept, params, x, at, count, number, ref):
         return chunked_prefill._read(config, layer, params, kept, x, at, count, number, ref, None)
 
+    @_hosted
     def chunk_write(kept, new, tokens, at, count, ok, number, ref):
         return chunked_prefill._write(layer, kept, new, tokens, at, count, ok, number, ref, None)
 
     def prompt(x, params):
         return prefill._read_layer(config, min(prefill._CHUNK, x.shape[1]), params, x)
 
-    reading = (params, state.layers, x, tokens, flags, number, ref)
-    many = (shape((batch, CHUNK, x.shape[-1]), x.dtype), tokens, tokens, number, ref)
+    following = next_layer(plan, params, state.layers, 0, lambda i: state.layers[i])
+    reading = (weights, following, x, tokens, flags, number, ref)
+    many = (shape((batch, chunk, x.shape[-1]), x.dtype), tokens, tokens, number, ref)
     made: dict[str, Callable[[], Case]] = {
         "token": lambda: Case("token", token, state, (params, tokens, flags), params),
         "read": lambda: Case("read", read, cache, reading, weights),
         "write": lambda: Case("write", write, cache, (
             jax.eval_shape(read, cache, *reading).pending.new_token, tokens, flags, number, ref, tokens), {}),
-        "prompt": lambda: Case("prompt", prompt, shape((batch, plan.capacity, x.shape[-1]), x.dtype), (weights,), weights),
+        "prompt": lambda: Case(
+            "prompt", prompt, shape((batch, plan.capacity, x.shape[-1]), x.dtype), (weights,), weights),
         "index": lambda: Case("index", *_index(plan, layer, kind), {}),
     }
     if chunked_prefill.reads(plan):
         made["chunk_read"] = lambda: Case("chunk_read", chunk_read, cache, (weights, *many), weights)
         made["chunk_write"] = lambda: Case("chunk_write", chunk_write, cache, (
-            jax.eval_shape(chunk_read, cache, weights, *many).pending.new_token, shape((batch, CHUNK), jnp.int32),
+            jax.eval_shape(chunk_read, cache, weights, *many).pending.new_token, shape((batch, chunk), jnp.int32),
             tokens, tokens, shape((), bool), number, ref), {})
     yield from (made[name]() for name in names if name in made)
 

@@ -75,7 +75,7 @@ def _array_bytes(part: str) -> int:
     if bits is None:
         match = re.match(r"[a-z]+(\d+)", kind)
         if match is None:
-            raise ValueError(f"the program has numbers of an unknown type {kind!r}; add its size to scripts/hlo_text.py")
+            raise ValueError(f"the program has numbers of an unknown type {kind!r}; scripts/hlo_text.py knows no size")
         bits = int(match[1])
     return -(-count * bits // 8)
 
@@ -133,6 +133,39 @@ class Program:
                 break
             number = parent
         return found
+
+    def reason(self, instruction: Instruction) -> Instruction:
+        """Returns the instruction that tells why another one is there.
+
+        It is itself if JAX asked for it. What XLA added, such as a copy into another layout, is there for the first
+        one that takes its result and was asked for, or else for the one that its operand comes from.
+        """
+        for others in (self._users, self._operands):
+            todo, known = [instruction], {instruction.name}
+            while todo:
+                current = todo.pop(0)
+                if self.stack(current):
+                    return current
+                new = [other for other in others.get(current.name, ()) if other.name not in known]
+                known.update(other.name for other in new)
+                todo += new
+        return instruction
+
+    @functools.cached_property
+    def _users(self) -> dict[str, list[Instruction]]:
+        """Instructions that run and take a result, by its name."""
+        users: dict[str, list[Instruction]] = {}
+        for _, instruction in self.running:
+            for operand in instruction.operands:
+                users.setdefault(operand, []).append(instruction)
+        return users
+
+    @functools.cached_property
+    def _operands(self) -> dict[str, list[Instruction]]:
+        """Instructions that an instruction takes the results of, by its name."""
+        named = {instruction.name: instruction for _, instruction in self.running}
+        return {name: [named[operand] for operand in instruction.operands if operand in named]
+                for name, instruction in named.items()}
 
     @functools.cached_property
     def running(self) -> list[tuple[str, Instruction]]:
@@ -250,7 +283,8 @@ def _instruction(line: str) -> Instruction | None:
     last = _closing(line, first - 1)
     given = line[first:last]
     rest = given if opcode[1] == "parameter" else line[last + 1 :]
-    return Instruction(match[2], opcode[1], line[at:end], tuple(re.findall(r"%([\w.\-]+)", given)), rest, bool(match[1]))
+    operands = tuple(re.findall(r"%([\w.\-]+)", given))
+    return Instruction(match[2], opcode[1], line[at:end], operands, rest, bool(match[1]))
 
 
 def _closing(line: str, at: int) -> int:

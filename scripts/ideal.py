@@ -1,4 +1,4 @@
-"""The least that a program of one token has to move through a device's memory, and the marks set for what it does move."""
+"""The least that a token has to move through a device's memory, and the marks set for what its program does move."""
 
 import dataclasses
 import math
@@ -135,8 +135,3 @@ def _opened_rows(layer: LayerPlan) -> int:
     shape, search = method.shape(spec), method.search(method.beam)
     there = (math.ceil(spec.capacity * method.ratio**level) for level in range(shape.levels))
     return sum(min(search.pages * spec.block_rows, count) for count in there)
-
-
-def said(met: bool) -> str:
-    """Returns how a mark is reported."""
-    return "met" if met else "missed"
