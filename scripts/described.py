@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax._src import compiler
 from jax._src.interpreters import mlir
 
@@ -17,6 +18,7 @@ from kvjax.cache.layer import LayerCache, LayerPlan
 from kvjax.cache.pool import StoreRef
 from kvjax.cache.write import write_token
 from kvjax.inference import chunked_prefill, decode, prefill
+from kvjax.inference.layer_offload import shape_only as shape
 from kvjax.inference.lookahead import Token, next_layer
 from kvjax.inference.plan import Plan, Slots, State, outline
 from kvjax.models.transformer import Transformer
@@ -61,11 +63,6 @@ class Case:
     params: PyTree
 
 
-def shape(sizes: tuple[int, ...], kind) -> jax.ShapeDtypeStruct:
-    """Returns an array that is a shape only."""
-    return jax.ShapeDtypeStruct(sizes, kind)
-
-
 def model_params(plan: Plan, dtype) -> PyTree:
     """Returns the shapes of a model's weights in one type."""
     def weights():
@@ -77,9 +74,9 @@ def model_params(plan: Plan, dtype) -> PyTree:
 
 def model_state(plan: Plan, store: bool, slots: Slots) -> State:
     """Returns the shapes of a model's cache, in memory or over a store."""
-    scalar = shape((), jnp.int32)
+    scalar = shape((), np.int32)
     layers = tuple(outline(plan, i, store, slots) for i in range(len(plan.layers)))
-    return State(layers, shape((plan.batch,), jnp.int32), StoreRef(scalar, scalar))
+    return State(layers, shape((plan.batch,), np.int32), StoreRef(scalar, scalar))
 
 
 def host_arrays(kept: PyTree) -> list[int]:
@@ -187,5 +184,5 @@ def compiled(case: Case, where: jax.sharding.Sharding, platform: str):
 
 
 def shape_on(leaf, where: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-    """Returns the shape of an array on a device."""
+    """Returns the shape of an array that is on a described device."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
