@@ -248,19 +248,19 @@ def beside_full(records: list[dict]) -> list[dict]:
     return found
 
 
+def with_earlier(directory: pathlib.Path, records: list[dict]) -> list[dict]:
+    """Returns records with those of other programs that summary.json has, so that a grid can be done in parts."""
+    path, known = directory / "summary.json", {tuple(one[key] for key in KEYS) for one in records}
+    before = json.loads(path.read_text())["programs"] if path.exists() else []
+    return [one for one in before if tuple(one[key] for key in KEYS) not in known] + records
+
+
 def keep(directory: pathlib.Path, records: list[dict], compared: list[dict]) -> None:
-    """Writes summary.json; what it has of other programs stays, so that a grid can be done in parts."""
+    """Writes summary.json."""
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / "summary.json"
-    before = json.loads(path.read_text()) if path.exists() else {"programs": [], "beside_full": []}
-
-    def with_earlier(name, new):
-        known = {tuple(one[key] for key in KEYS) for one in new}
-        return [one for one in before[name] if tuple(one[key] for key in KEYS) not in known] + new
-
     content = {"day": datetime.date.today().isoformat(), "jax": jax.__version__, "budget": BUDGET.value,
-               "programs": with_earlier("programs", records), "beside_full": with_earlier("beside_full", compared)}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+               "programs": records, "beside_full": compared}
+    (directory / "summary.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 def main(argv) -> None:
@@ -289,6 +289,7 @@ def main(argv) -> None:
                 print(f"{point} {case.name} DOES NOT COMPILE: {str(error)[:2000]}", flush=True)
             else:
                 print(row(records[-1]), flush=True)
+    records = with_earlier(pathlib.Path(OUT.value), records) if OUT.value else records
     compared = beside_full(records)
     for one in compared:
         print(f"{' '.join(str(one[key]) for key in KEYS)}: bytes beyond weights are {one['over_full']:.2f} of full's, "

@@ -93,6 +93,7 @@ def _hosted(function: Callable) -> Callable:
     def placed(path, leaf):
         return jax.device_put(leaf, jax.memory.Space.Host) if _name(path) == "host_rows" else leaf
 
+    @functools.wraps(function)
     def call(kept, *rest):
         return function(jax.tree.map_with_path(placed, kept), *rest)
 
