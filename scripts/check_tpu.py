@@ -86,6 +86,8 @@ SMALL = flags.DEFINE_bool("small", False, "a grid of its own that takes minutes 
 EXPLAIN = flags.DEFINE_integer("explain", 0, "print so many of each program's instructions that move most; 0 = none")
 OUT = flags.DEFINE_string("out", None, "directory for summary.json")
 TEXT = flags.DEFINE_string("text", None, "directory for the compiled programs as text")
+for _flag, _known in ((CHIP, CHIPS), (MODEL, MODELS), (PROGRAM, described.PROGRAMS), (WHERE, PLACES)):
+    flags.register_validator(_flag, lambda given, known=_known: set(given) <= set(known), f"use {', '.join(_known)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +166,7 @@ def measured(point: Point, case: described.Case, plan: Plan, state: State, where
     begin = time.monotonic()
     program = described.compiled(case, where, "tpu")
     seconds, text = time.monotonic() - begin, program.as_text()
-    record = dataclasses.asdict(point) | {"layers": len(plan.layers), "program": case.name}
+    record = dataclasses.asdict(point) | {"layers": len(plan.layers), "program": case.name, "budget": BUDGET.value}
     if texts is not None:
         (texts / f"{'-'.join(str(record[key]) for key in KEYS)}.hlo").write_text(text)
     parsed, memory = Program(text), program.memory_analysis()
@@ -250,16 +252,19 @@ def beside_full(records: list[dict]) -> list[dict]:
 
 def with_earlier(directory: pathlib.Path, records: list[dict]) -> list[dict]:
     """Returns records with those of other programs that summary.json has, so that a grid can be done in parts."""
-    path, known = directory / "summary.json", {tuple(one[key] for key in KEYS) for one in records}
+    def identity(record):
+        return tuple(record[key] for key in (*KEYS, "budget"))
+
+    path, known = directory / "summary.json", set(map(identity, records))
     before = json.loads(path.read_text())["programs"] if path.exists() else []
-    return [one for one in before if tuple(one[key] for key in KEYS) not in known] + records
+    return [one for one in before if identity(one) not in known] + records
 
 
 def keep(directory: pathlib.Path, records: list[dict], compared: list[dict]) -> None:
     """Writes summary.json."""
     directory.mkdir(parents=True, exist_ok=True)
-    content = {"day": datetime.date.today().isoformat(), "jax": jax.__version__, "budget": BUDGET.value,
-               "programs": records, "beside_full": compared}
+    day = datetime.date.today().isoformat()
+    content = {"day": day, "jax": jax.__version__, "programs": records, "beside_full": compared}
     (directory / "summary.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
@@ -281,7 +286,9 @@ def main(argv) -> None:
             print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}", flush=True)
         where = jax.sharding.SingleDeviceSharding(topology.devices[0])
         plan, params, state = made(point)
+        absent = set(names)
         for case in described.cases(plan, params, state, names):
+            absent.discard(case.name)
             try:
                 records.append(measured(point, case, plan, state, where, texts))
             except jax.errors.JaxRuntimeError as error:
@@ -289,6 +296,8 @@ def main(argv) -> None:
                 print(f"{point} {case.name} DOES NOT COMPILE: {str(error)[:2000]}", flush=True)
             else:
                 print(row(records[-1]), flush=True)
+        if absent:
+            print(f"{point.method} reads no chunks, so that it has no {' and '.join(sorted(absent))}")
     records = with_earlier(pathlib.Path(OUT.value), records) if OUT.value else records
     compared = beside_full(records)
     for one in compared:

@@ -42,6 +42,7 @@ def compile_without_a_device(platform: str, client) -> None:
     mlir.ModuleContext.get_backend = lambda self, optional=False: client
     compiler.backend_compile_and_load = lambda *args: load(*args[:-1], ())
     jax.default_backend = lambda: platform
+    jax.config.update("jax_enable_compilation_cache", False)  # programs in it are loaded onto a device
 
 
 @dataclasses.dataclass(frozen=True)
