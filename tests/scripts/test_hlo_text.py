@@ -121,7 +121,7 @@ def test_an_instruction_leads_to_the_lines_that_asked_for_it(program):
 
 
 def test_a_program_of_this_jax_is_understood():
-    """On CPU: the transpose of a square matrix is found, with its size and with this file among its lines."""
+    """On CPU: the transpose of a square matrix is found, with its size, and this file is among its lines."""
     def f(x, y):
         turned = jax.lax.optimization_barrier(x.T)
         return jax.lax.while_loop(lambda z: jnp.sum(z) < 0, lambda z: jnp.sin(z) @ y, turned)
@@ -131,4 +131,5 @@ def test_a_program_of_this_jax_is_understood():
     assert parsed.largest_copy()[0] == 96 * 96 * 4
     assert sum(size for size, _ in parsed.costs()) > 6 * 96 * 96 * 4  # the loop's body is counted, once
     found = [parsed.stack(instruction) for _, instruction in parsed.running]
-    assert any(name == __file__ for stack in found for name, _ in stack)
+    # A program that was kept on disk names the file that it was compiled from.
+    assert any(name.endswith("test_hlo_text.py") for stack in found for name, _ in stack)
