@@ -6,38 +6,36 @@ Needs JAX's CUDA plugin (`pip install "jax[cuda12]"` of the pinned version, in a
 XLA compiles for a described one (an H100). Nothing is run: the script shows whether XLA accepts the programs and where
 their memory is, but no results and no times. The programs are those of the fused driver, of each half of a staged
 layer, and of a chunk. A program fails the check if an array as large as a layer's host tier lies in device memory.
-`--out` keeps the compiled programs. Private parts of JAX are patched here as of 0.10.2.
+`--out` keeps the compiled programs. Private parts of JAX are patched here and in `scripts/described.py` as of 0.10.2.
 """
 
-import functools
 import os
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the state is made on CPU
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs on a GPU
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
-from jax._src import compiler, xla_bridge
-from jax._src.interpreters import mlir
+from jax._src import xla_bridge
 from jax.experimental import topologies
 from jaxlib.mlir import ir
 
 import kvjax
-from kvjax.cache.write import write_token
-from kvjax.inference import chunked_prefill, decode
-from kvjax.inference.lookahead import Token
-from kvjax.inference.plan import Slots
+from kvjax.inference.plan import Slots, make_plan
+from kvjax.models.hf_config import read_config
+from scripts import described
 
 METHODS = flags.DEFINE_list("methods", ["quest", "dynakv"], "methods, at a budget of 64")
 HOST = flags.DEFINE_integer("host", 64, "slots per KV head in host memory")
 OUT = flags.DEFINE_string("out", None, "directory for the compiled programs")
 
+PROGRAMS = ("token", "read", "write", "chunk_read", "chunk_write")
 H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
@@ -53,38 +51,17 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
 
-def described() -> jax.sharding.NamedSharding:
+def described_gpu() -> jax.sharding.NamedSharding:
     """Returns the sharding of arrays on the described GPU."""
     topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=H100)
     return jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(topology.devices), ("x",)), jax.P())
 
 
-def compile_without_a_device(client) -> None:
-    """Patches JAX to compile without a device.
-
-    JAX asks for the device's own backend where a program calls Python, and hands the calls to XLA, which accepts none
-    for a program that is only compiled. kvjax asks for the backend where CPU and accelerators differ.
-    """
-    known, load = xla_bridge.canonicalize_platform, compiler.backend_compile_and_load
-    xla_bridge.canonicalize_platform = lambda name: "cuda" if name == "gpu" else known(name)
-    mlir.ModuleContext.get_backend = lambda self, optional=False: client
-    compiler.backend_compile_and_load = lambda *args: load(*args[:-1], ())
-    jax.default_backend = lambda: "gpu"
-
-
-def compiled(function: Callable, where: jax.sharding.NamedSharding, cache, *rest):
-    """Returns the compiled `function(cache, *rest)` with the cache donated; arrays of it in host memory are there on
-    the GPU, too."""
-    leaves, tree = jax.tree.flatten(cache)
-    on_host = [i for i, leaf in enumerate(leaves) if leaf.sharding.memory_kind == "pinned_host"]
-
-    def call(leaves, *rest):
-        moved = [jax.device_put(one, jax.memory.Space.Host) if i in on_host else one for i, one in enumerate(leaves)]
-        return function(jax.tree.unflatten(tree, moved), *rest)
-
-    outline = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=where), (leaves, *rest))
-    lowered = jax.jit(call, donate_argnums=0, keep_unused=True).lower(*outline)
-    mark_host(lowered._lowering._hlo, on_host)
+def compiled(case: described.Case, where: jax.sharding.NamedSharding):
+    """Returns a compiled program whose host slots are in host memory on the GPU, too."""
+    outline = jax.tree.map(lambda leaf: described.shape_on(leaf, where), (case.kept, *case.rest))
+    lowered = jax.jit(case.function, donate_argnums=0, keep_unused=True).lower(*outline)
+    mark_host(lowered._lowering._hlo, described.host_arrays(case.kept))
     return lowered.compile()
 
 
@@ -107,48 +84,26 @@ def in_device_memory(program: str, size: int) -> list[str]:
     return sorted(text for text, count in counts.items() if count == size and "S(5)" not in text)
 
 
-def programs(llm: kvjax.LLM, name: str) -> Iterator[tuple[str, Callable, tuple, int]]:
-    """Yields (name, function, its arguments, numbers in a layer's host tier) for each program of a method."""
-    context = pathlib.Path(decode.__file__).read_text()[:1500]
-    cache = llm.prefill(context, method=kvjax.METHODS[name](budget=64, window=16), store=kvjax.HostStore(),
-                        slots=Slots(host=HOST.value, backend="io"))
-    plan, state, params, token = cache.plan, cache.state, llm.params, jnp.zeros(1, jnp.int32)
-    layer, block, at, active = plan.layers[0], params["layers_0"], state.length, jnp.ones(1, bool)
-    size, number, x = state.layers[0].pool.host_rows.size, jnp.int32(0), jnp.zeros((1, plan.config.hidden_size))
-
-    def read(kept):
-        operand = Token(x, at, active, number, state.ref)
-        return decode.read_layer(plan.config.layers[0], layer, block, kept, None, operand, None)
-
-    def write(kept, fresh):
-        return write_token(layer, kept, fresh, at, active, number, state.ref, token)
-
-    def chunk(kept, fresh):
-        many = jax.tree.map(lambda leaf: jnp.stack([leaf] * 8), fresh)
-        return chunked_prefill._write.__wrapped__(layer, kept, many, jnp.zeros((1, 8), jnp.int32), at, at, True, number,
-                                         state.ref, None)
-
-    asked = jax.eval_shape(read, state.layers[0]).pending.new_token
-    fresh = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), asked)
-    whole = functools.partial(decode.fused_token, plan)
-    yield "token", lambda kept, given: whole(given, kept, token, active), (state, params), size
-    yield "read", read, (state.layers[0],), size
-    yield "write", write, (state.layers[0], fresh), size
-    if not layer.method.observes:
-        yield "chunk", chunk, (state.layers[0], fresh), size
-    cache.close()
+def programs(names: list[str]) -> Iterator[tuple[str, described.Case, int]]:
+    """Yields each program of each method, after its name, and before the numbers in a layer's host tier."""
+    config = read_config(pathlib.Path(kvjax.__file__).parent / "reference")
+    for name in names:
+        plan = make_plan(config, kvjax.METHODS[name](budget=64, window=16), batch=1, capacity=2048)
+        params = described.model_params(plan, jnp.float32)
+        state = described.model_state(plan, True, Slots(host=HOST.value, backend="io"))
+        for case in described.cases(plan, params, state, PROGRAMS, chunk=8):
+            yield name, case, state.layers[0].pool.host_rows.size
 
 
 def main(argv) -> None:
-    kvjax.keep_programs()
     del argv
-    llm = kvjax.load(pathlib.Path(kvjax.__file__).parent / "reference")
-    work = [(name, *each) for name in METHODS.value for each in programs(llm, name)]
-    where = described()
-    compile_without_a_device(where.mesh.devices.flat[0].client)
+    where = described_gpu()
+    known = xla_bridge.canonicalize_platform
+    xla_bridge.canonicalize_platform = lambda name: "cuda" if name == "gpu" else known(name)
+    described.compile_without_a_device("gpu", where.mesh.devices.flat[0].client)
     failed = False
-    for name, which, function, arguments, size in work:
-        program = compiled(function, where, *arguments)
+    for name, case, size in programs(METHODS.value):
+        program = compiled(case, where)
         text, use = program.as_text(), program.memory_analysis()
         wrong = in_device_memory(text, size)
         failed |= bool(wrong)
@@ -157,9 +112,9 @@ def main(argv) -> None:
             (use.argument_size_in_bytes, use.temp_size_in_bytes),
             (use.host_argument_size_in_bytes, use.host_temp_size_in_bytes),
         ))
-        print(f"{name:12} {which:6} on the device {on_device}, on the host {on_host}; {verdict}")
+        print(f"{name:12} {case.name:11} on the device {on_device}, on the host {on_host}; {verdict}")
         if OUT.value:
-            pathlib.Path(OUT.value, f"{name}-{which}.hlo").write_text(text)
+            pathlib.Path(OUT.value, f"{name}-{case.name}.hlo").write_text(text)
     sys.exit(failed)
 
 
