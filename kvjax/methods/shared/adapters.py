@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import safetensors
 import xxhash
-from safetensors.numpy import save_file
+from safetensors.numpy import save as serialise
 
 from kvjax import _files
 from kvjax.errors import ChecksumMismatch, FormatMismatch, ReadFailed, WriteFailed
@@ -101,7 +101,7 @@ class Adapters:
                 raise ValueError("it holds something other than adapters, which is not overwritten")
             target.parent.mkdir(parents=True, exist_ok=True)
             with _files.replacing(target) as fresh:
-                save_file(leaves, fresh, about)
+                fresh.write_bytes(serialise(leaves, about))  # of the mode that the umask leaves
         except (OSError, ValueError, safetensors.SafetensorError) as cause:
             raise WriteFailed(f"writing {path} failed: {cause}; choose another path") from cause
 
