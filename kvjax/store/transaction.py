@@ -110,12 +110,16 @@ def as_store_error(cause: BaseException) -> StoreError:
 
 
 def forget_frames(error: BaseException) -> None:
-    """Drops the tracebacks of an exception and its causes: their frames hold blocks, and views of XLA's buffers, which
-    are invalid after the callback."""
-    link: BaseException | None = error
-    while link is not None:
-        link.__traceback__ = None
-        link = link.__cause__ or link.__context__
+    """Drops the tracebacks of an exception and of all that led to it: their frames hold blocks, and views of XLA's
+    buffers, which are invalid after the callback."""
+    links: list[BaseException | None] = [error]
+    seen: set[int] = set()  # an exception that is raised again may be among its own causes
+    while links:
+        link = links.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            link.__traceback__ = None
+            links += [link.__cause__, link.__context__]
 
 
 def callback(method):

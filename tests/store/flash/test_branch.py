@@ -281,6 +281,24 @@ def test_malformed_calls_never_raise(driver, fault):
     np.testing.assert_array_equal(driver.read(), driver.full())
 
 
+def test_frames_of_all_that_led_to_an_error_are_forgotten():
+    """Given one with a cause and another context, and one that is among its own causes."""
+    def raised(cause):
+        try:
+            try:
+                raise KeyError("context")
+            except KeyError:
+                raise ValueError("raised again") from cause
+        except ValueError as error:
+            return error
+
+    first = raised(raised(None))
+    first.__cause__.__cause__ = first
+    transaction.forget_frames(first)
+    for error in (first, first.__cause__, first.__context__, first.__cause__.__context__):
+        assert error.__traceback__ is None
+
+
 def test_forks_are_independent(driver):
     blocks = driver.prefill()
     driver.append(0, 0, 1.0)
