@@ -225,5 +225,6 @@ def read_blocks(
 
 
 def _sizes(most: int) -> list[int]:
-    """Returns the numbers of blocks that one call may move: none, all, and halves of that down to a 32nd."""
-    return [0, *sorted({-(-most // 2**halves) for halves in range(6)})]
+    """Returns the numbers of blocks that one call may move: none, all, a quarter and a sixteenth; few, as each is
+    compiled."""
+    return [0, *sorted({-(-most // share) for share in (1, 4, 16)})]

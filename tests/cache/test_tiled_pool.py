@@ -117,7 +117,9 @@ def test_more_rows_than_are_written_at_once():
 # Decoding -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["full", "quest", "kvswap", "dynakv", "h2o", "magicpig", "shadowkv", "rle"])
+@pytest.mark.parametrize("name", [
+    "full", "quest", "kvswap", "dynakv", "h2o", "rle", *(pytest.param(name, marks=pytest.mark.slow)
+                                                         for name in ("magicpig", "shadowkv"))])
 def test_methods_decode_as_with_the_other_pool(name):
     """Attention by the kernel, and gathered rows where a method weighs, observes or rebuilds single rows."""
     stream, method = Stream.draw(1), METHODS[name]
@@ -137,7 +139,7 @@ def test_stored_types_decode_as_with_the_other_pool(dtype, atol):
     np.testing.assert_allclose(tiled(made[1]).run(8), made[0].run(8), atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["full", "quest", "dynakv"])
+@pytest.mark.parametrize("name", ["quest", "dynakv"])
 def test_a_budget_that_covers_everything_gives_full_attention(name):
     stream, method = Stream.draw(0), METHODS[name]
     sim = tiled(Sim(dataclasses.replace(method, budget=CAPACITY, max_blocks=10_000), stream, [40, 3]))

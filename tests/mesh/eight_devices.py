@@ -39,8 +39,9 @@ MORE = {
     "kvswap_mean": dataclasses.replace(SMALL["kvswap"], aggregation="mean"),
 }
 TWO_LAYERS = ("kvswap", "omnikv")  # which select for the next layer
-# Methods of which no head knows of another's, nor its own number; `clusterkv` has the code of `dynakv`.
-LESS_TO_TEST = ("rle", "oracle", "streaming_llm", "snapkv", "sentencekv", "loki", "arkvale", "clusterkv")
+# Methods of which no head knows of another's, nor its own number, and some that share code with others here.
+LESS_TO_TEST = ("rle", "oracle", "streaming_llm", "snapkv", "sentencekv", "loki", "arkvale", "clusterkv", "h2o",
+                "infllm", "omnikv", "chunkkv", "magicpig")
 TOKENS = np.random.default_rng(0).integers(0, 64, (8, CAPACITY)).astype(np.int32)
 
 
