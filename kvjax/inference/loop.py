@@ -36,7 +36,7 @@ GOES_ON, ENDS, LOOK = 0, 1, 2  # what a token means to the loop; LOOK: the host 
 
 @pytree
 class LoopInput:
-    """What one run of the loop is asked for."""
+    """The request for one run of the loop."""
 
     given: Int32[Array, "B A"]  # token ids to feed first
     count: Int32[Array, "B"]  # given tokens of each sequence
@@ -50,7 +50,7 @@ class LoopInput:
 
 @pytree
 class LoopState:
-    """What one run of the loop leaves, and what the loop carries from step to step."""
+    """The result of one run of the loop, and its carry from step to step."""
 
     state: State
     logits: Float[Array, "B V"]

@@ -98,9 +98,9 @@ class KVSwap(LowRankMethod):
             return self
         layers, heads, size = keys
         path = beside(folder, self.joint, self.sigma or _SIGMA)
-        found = _loaded(os.fspath(path)) if path.exists() else None
+        found = _loaded(os.fspath(path), FoundAdapters) if path.exists() else None
         if found is not None and found.fingerprint == fingerprint:
-            return dataclasses.replace(self, adapters=FoundAdapters(found.layers, found.joint, found.fingerprint))
+            return dataclasses.replace(self, adapters=found)
         why = f"there is no {path}" if found is None else f"{path} was fitted to this model with other weights"
         _say_online(why, layers, heads * size if self.joint else size)
         return self

@@ -109,7 +109,7 @@ def test_slots_of_every_kind_go_round(llm, tmp_path, name, slots):
 
 @pytest.fixture
 def runs(monkeypatch):
-    """What each call of the program draws at most."""
+    """The most draws of each call of the program."""
     limits, compiled = [], loop.compiled
 
     def counting(plan, most, params, state, logits, asked):
@@ -283,7 +283,7 @@ def test_the_pool_is_updated_in_place(llm, stored):
 
 
 def test_weights_stay_in_their_type(llm):
-    """What is the same in every step may be computed before the first: XLA would keep a wider copy of the embedding."""
+    """XLA may compute before the first step whatever is the same in all, and so keep a wider copy of the embedding."""
     plan, params = make_plan(CONFIG, METHOD, 1, 512), jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), llm.params)
     wide = 4 * params["embedding"]["embedding"].size
     assert temporaries(plan, params, *prefilled(plan, params)) < wide / 2

@@ -115,11 +115,12 @@ def beside(folder: pathlib.Path, joint: bool, sigma: int) -> pathlib.Path:
     return folder / "adapters" / f"{'joint' if joint else 'per_head'}_{sigma}.safetensors"
 
 
-def load(path: str | os.PathLike) -> Adapters:
+def load(path: str | os.PathLike, kind: type[Adapters] = Adapters) -> Adapters:
     """Returns the adapters that `Adapters.save` wrote.
 
     Args:
       path: path given to `Adapters.save`.
+      kind: class of the result.
 
     Raises:
       ReadFailed: there are no adapters, or they cannot be read.
@@ -138,7 +139,7 @@ def load(path: str | os.PathLike) -> Adapters:
     if about.get("version") != _VERSION or not set(about) >= _ABOUT:
         raise FormatMismatch(f"{path} holds no adapters of version {_VERSION}, the one this library reads; fit them "
                              "again (configs/train_svd.py)")
-    loaded = Adapters(layers, about["joint"] == "True", about["fingerprint"])
+    loaded = kind(layers, about["joint"] == "True", about["fingerprint"])
     if not layers or loaded.digest != about["digest"]:
         raise ChecksumMismatch(f"the adapters in {path} differ from what was written; fit them again "
                                "(configs/train_svd.py)")
