@@ -143,7 +143,8 @@ def with_kvjax(name: str, share: float) -> tuple[Answering, Callable[[list[int]]
                                   driver="fused")
             with result.cache:
                 times = [when - started for when in at[len(prompt["question"]) - 1 :]]
-                return list(result.tokens), times[: len(result.tokens)]
+                ids = [int(token) for token in result.tokens[0]]
+                return ids, times[: len(ids)]
 
     return answer, lambda ids: llm.tokenizer.decode(ids)
 
