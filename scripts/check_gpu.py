@@ -22,39 +22,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
-from jax._src import xla_bridge
-from jax.experimental import topologies
 from jaxlib.mlir import ir
 
 import kvjax
 from kvjax.inference.plan import Slots, make_plan
 from kvjax.models.hf_config import read_config
-from scripts import described
+from scripts import described, described_gpu
 
 METHODS = flags.DEFINE_list("methods", ["quest", "dynakv"], "methods, at a budget of 64")
 HOST = flags.DEFINE_integer("host", 64, "slots per KV head in host memory")
 OUT = flags.DEFINE_string("out", None, "directory for the compiled programs")
 
 PROGRAMS = ("token", "read", "write", "chunk_read", "chunk_write")
-H100 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
-  clock_rate_ghz: 1.98 device_memory_size: 84929347584 shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 } registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 7 }
-runtime_version { major: 12 minor: 8 patch: 0 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
-
-
-def described_gpu() -> jax.sharding.NamedSharding:
-    """Returns the sharding of arrays on the described GPU."""
-    topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=H100)
-    return jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(topology.devices), ("x",)), jax.P())
 
 
 def compiled(case: described.Case, where: jax.sharding.NamedSharding):
@@ -97,10 +76,7 @@ def programs(names: list[str]) -> Iterator[tuple[str, described.Case, int]]:
 
 def main(argv) -> None:
     del argv
-    where = described_gpu()
-    known = xla_bridge.canonicalize_platform
-    xla_bridge.canonicalize_platform = lambda name: "cuda" if name == "gpu" else known(name)
-    described.compile_without_a_device("gpu", where.mesh.devices.flat[0].client)
+    where = described_gpu.sharding()
     failed = False
     for name, case, size in programs(METHODS.value):
         program = compiled(case, where)

@@ -1,4 +1,4 @@
-"""Compilation of kvjax's programs for a TPU that need not be present, and what they cost by the compiler's own count.
+"""Compilation of kvjax's programs for a device that need not be present, and what they cost by its compiler's count.
 
     python scripts/check_tpu.py [--small] [--methods=quest,dynakv] [--lengths=32768] [--explain=10] [--out=DIR]
 
@@ -7,6 +7,8 @@ that is only described. libtpu (some 200 MB) is put into .venv-tpu/ at the first
 constraints.txt, and is seen by this script alone; where it cannot be installed the script says so and ends. Shapes are
 those of real models, cut to a few layers. `docs/tpu.md` says what the columns mean; a missed mark is printed and is no
 failure.
+
+With --chips=h100 it is a GPU; that needs JAX's CUDA plugin as `check_gpu.py` does.
 """
 
 import dataclasses
@@ -27,44 +29,17 @@ import jax
 from absl import app, flags
 from jax.experimental import topologies
 
-import kvjax
-from kvjax.cache.method import Method
 from kvjax.inference.plan import Plan, Slots, State, make_plan
-from kvjax.models.config import ModelConfig
-from kvjax.models.hf_config import parse
 from kvjax.typing import PyTree
-from scripts import described, ideal, tpu_compiler
+from scripts import described, described_gpu, ideal, shapes, tpu_compiler
 from scripts.hlo_text import Program, nbytes_off_chip
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
-_LLAMA = {"model_type": "llama", "vocab_size": 128_256, "rope_theta": 500_000.0, "max_position_embeddings": 131_072}
-# Shapes of real models, as their config.json has them; no weights.
-MODELS = {
-    "llama-3.2-1b": _LLAMA | {
-        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True,
-    },
-    "llama-3.1-8b": _LLAMA | {
-        "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-    "qwen2.5-0.5b": {
-        "model_type": "qwen2", "vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864,
-        "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "rope_theta": 1_000_000.0,
-        "max_position_embeddings": 32_768, "tie_word_embeddings": True,
-    },
-    "gemma-2-2b": {
-        "model_type": "gemma2", "vocab_size": 256_000, "hidden_size": 2304, "intermediate_size": 9216,
-        "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-        "sliding_window": 4096, "hidden_activation": "gelu_pytorch_tanh",
-    },
-}
+CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "h100": None}  # of TPUs the topology
 METHODS = (
     "full", "streaming_llm", "quest", "kvswap", "infinigen", "dynakv", "icecache", "pqcache", "dynsplit", "snapkv",
     "h2o",
 )
-_TABLE = ROOT / "kvjax/reference/delimiters.json"  # DynSplit's delimiters; only their number matters here
 PLACES = ("memory", "slots")
 KEYS = ("chip", "model", "layers", "method", "dtype", "batch", "tokens", "place", "program")
 HEAD = (
@@ -72,8 +47,8 @@ HEAD = (
     "largest copy", "", "seconds",
 )
 
-CHIP = flags.DEFINE_list("chips", ["v5e"], f"described chips: {', '.join(CHIPS)}")
-MODEL = flags.DEFINE_list("models", ["llama-3.2-1b"], f"shapes of models: {', '.join(MODELS)}")
+CHIP = flags.DEFINE_list("chips", ["v5e"], f"described chips: {', '.join(CHIPS)}; h100 alone")
+MODEL = flags.DEFINE_list("models", ["llama-3.2-1b"], f"shapes of models: {', '.join(shapes.MODELS)}")
 METHOD = flags.DEFINE_list("methods", list(METHODS), "methods")
 DTYPE = flags.DEFINE_list("dtypes", ["bfloat16"], "types of keys and values in blocks")
 BATCH = flags.DEFINE_list("batches", ["1"], "sequences")
@@ -86,7 +61,7 @@ SMALL = flags.DEFINE_bool("small", False, "a grid of its own that takes minutes 
 EXPLAIN = flags.DEFINE_integer("explain", 0, "print so many of each program's instructions that move most; 0 = none")
 OUT = flags.DEFINE_string("out", None, "directory for summary.json")
 TEXT = flags.DEFINE_string("text", None, "directory for the compiled programs as text")
-for _flag, _known in ((CHIP, CHIPS), (MODEL, MODELS), (PROGRAM, described.PROGRAMS), (WHERE, PLACES)):
+for _flag, _known in ((CHIP, CHIPS), (MODEL, shapes.MODELS), (PROGRAM, described.PROGRAMS), (WHERE, PLACES)):
     flags.register_validator(_flag, lambda given, known=_known: set(given) <= set(known), f"use {', '.join(_known)}")
 
 
@@ -122,25 +97,10 @@ def grid() -> Iterator[tuple[Point, tuple[str, ...]]]:
         yield Point(chip, model, LAYERS.value, method, dtype, batch, tokens, place), tuple(PROGRAM.value)
 
 
-def config_of(model: str, layers: int) -> ModelConfig:
-    """Returns the shapes of a model, cut to some layers; 0 = all."""
-    config = parse(pathlib.Path(model), MODELS[model], {})
-    if not layers:
-        return config
-    return dataclasses.replace(config, num_layers=layers, windows=config.windows[:layers])
-
-
-def method_of(name: str) -> Method:
-    """Returns a method with the budget of the flags and without dense layers, which few layers would all be."""
-    more = {"table": str(_TABLE)} if name == "dynsplit" else {}
-    budget = {} if kvjax.METHODS[name].attends_all else {"budget": BUDGET.value}
-    return kvjax.METHODS[name](dense_layers=0, **budget, **more)
-
-
 def made(point: Point) -> tuple[Plan, PyTree, State]:
     """Returns plan, shapes of the weights in bf16, and shapes of the cache at a point of the grid."""
-    config = config_of(point.model, point.layers)
-    plan = make_plan(config, method_of(point.method), point.batch, point.tokens, point.dtype)
+    config = shapes.config_of(point.model, point.layers)
+    plan = make_plan(config, shapes.method_of(point.method, BUDGET.value), point.batch, point.tokens, point.dtype)
     params = described.model_params(plan, jax.numpy.bfloat16)
     # Full's slots are all blocks: what a step needs of a store passes through them.
     return plan, params, described.model_state(plan, point.place == "slots", Slots(backend="io"))
@@ -157,22 +117,23 @@ def measured(point: Point, case: described.Case, plan: Plan, state: State, where
       case: the program.
       plan: static part of the cache.
       state: shapes of the cache.
-      where: sharding of arrays on the described chip.
+      where: sharding of arrays on the described chip, and its platform.
       texts: directory for the program's text; None = it is not kept.
 
     Returns:
       Bytes and verdicts, ready for JSON.
     """
     begin = time.monotonic()
-    program = described.compiled(case, where, "tpu")
+    program = described.compiled(case, *where)
     seconds, text = time.monotonic() - begin, program.as_text()
     record = dataclasses.asdict(point) | {"layers": len(plan.layers), "program": case.name, "budget": BUDGET.value}
     if texts is not None:
         (texts / f"{'-'.join(str(record[key]) for key in KEYS)}.hlo").write_text(text)
-    parsed, memory = Program(text), program.memory_analysis()
+    parsed, memory, counted = Program(text), program.memory_analysis(), program.cost_analysis()
     copy, copied = parsed.largest_copy()
     record |= {
-        "bytes": int(program.cost_analysis()["bytes accessed"]),
+        # XLA counts nothing for a GPU that is only described: there it is the estimate, too.
+        "bytes": int(counted["bytes accessed"]) if counted else sum(size for size, _ in parsed.costs()),
         "bytes_off_chip_estimate": sum(size for size, _ in parsed.costs(nbytes_off_chip)),
         "state": ideal.nbytes(case.kept), "temporaries": memory.temp_size_in_bytes, "largest_copy": copy,
         "largest_copy_shape": copied, "compile_seconds": round(seconds, 1),
@@ -268,29 +229,36 @@ def keep(directory: pathlib.Path, records: list[dict], compared: list[dict]) -> 
     (directory / "summary.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
+def place_of(chip: str) -> jax.sharding.Sharding:
+    """Returns the sharding of arrays on a described chip, for whose platform JAX compiles from then on."""
+    if chip == "h100":
+        return described_gpu.sharding()
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip]).devices
+    if jax.default_backend() != "tpu":
+        described.compile_without_a_device("tpu", devices[0].client)
+    return jax.sharding.SingleDeviceSharding(devices[0])
+
+
 def main(argv) -> None:
     del argv
-    missing = tpu_compiler.install(ROOT / ".venv-tpu")
+    platform = "cuda" if CHIP.value == ["h100"] else "tpu"
+    missing = tpu_compiler.install(ROOT / ".venv-tpu") if platform == "tpu" else None
     if missing:
         print(missing)
         return
     texts = None if TEXT.value is None else pathlib.Path(TEXT.value)
     if texts is not None:
         texts.mkdir(parents=True, exist_ok=True)
-    records, failed, patched = [], [], False
+    records, failed = [], []
+    places = {chip: place_of(chip) for chip in CHIP.value}
+    print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}", flush=True)
     for point, names in grid():
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[point.chip])
-        if not patched:
-            described.compile_without_a_device("tpu", topology.devices[0].client)
-            patched = True
-            print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}", flush=True)
-        where = jax.sharding.SingleDeviceSharding(topology.devices[0])
-        plan, params, state = made(point)
+        where, (plan, params, state) = places[point.chip], made(point)
         absent = set(names)
         for case in described.cases(plan, params, state, names):
             absent.discard(case.name)
             try:
-                records.append(measured(point, case, plan, state, where, texts))
+                records.append(measured(point, case, plan, state, (where, platform), texts))
             except jax.errors.JaxRuntimeError as error:
                 failed.append(f"{point} {case.name}")
                 print(f"{point} {case.name} DOES NOT COMPILE: {str(error)[:2000]}", flush=True)

@@ -257,16 +257,28 @@ class Program:
         total, written = 0, size(instruction.shape)
         for each in (one for one in inside.values() if one.opcode == "parameter"):
             read = operands[int(each.rest)]
-            users = [one for one in inside.values() if each.name in one.operands]
+            names, users = _users_within(inside, each.name)
             if each.name in in_place and len(users) == 1:
                 update = in_place[each.name]
                 changed = inside[update.operands[-1 if update.opcode == "scatter" else 1]]
                 written += nbytes(changed.shape) - nbytes(update.shape)
                 continue
-            if users and all(one.opcode in _SLICES and one.operands[0] == each.name for one in users):
+            if users and all(one.opcode in _SLICES and one.operands[0] in names for one in users):
                 read = min(read, sum(nbytes(one.shape) for one in users))
             total += read
         return total + max(written, 0)
+
+
+def _users_within(inside: dict[str, Instruction], name: str) -> tuple[set[str], list[Instruction]]:
+    """Returns the names that an array has within a fusion, bitcasts of it included, and what takes it."""
+    names, users = {name}, []
+    for one in inside.values():  # operands come first
+        if names.intersection(one.operands):
+            if one.opcode == "bitcast":
+                names.add(one.name)
+            else:
+                users.append(one)
+    return names, users
 
 
 def _instruction(line: str) -> Instruction | None:
