@@ -13,6 +13,7 @@ from experiments import common
 from kvjax.eval.tasks import needles
 from kvjax.methods import dci
 from kvjax.methods.dci.tree import occupancy
+from kvjax.ops.precise import matmul
 
 Row = dict
 
@@ -87,7 +88,7 @@ def _try(shape: dci.Shape, inserting: dci.Search, search: dci.Search, start: int
         found = dci.query(shape, search, tree, dci.transform_query(q[None]))
         places = number.at[found.point.reshape(-1)].get(mode="fill", fill_value=points)
         hit = jnp.zeros(points, bool).at[places].set(True, mode="drop")
-        top = jax.lax.top_k(key @ q, min(256, points))[1]
+        top = jax.lax.top_k(matmul(key, q), min(256, points))[1]
         recalls = {f"recall_{k}": jnp.mean(hit[top[:k]]) for k in (16, 64, 256)}
         bounds = jnp.sum(found.count) * (shape.projections > 0)
         return {**recalls, "visited": jnp.sum(hit), "bounds": bounds, "evaluations": jnp.sum(hit) + bounds}

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from kvjax.errors import ConfigError
+from kvjax.ops.precise import matmul
 from kvjax.typing import Array, Float, PRNGKey, pytree
 
 
@@ -42,7 +43,7 @@ class Half:
     bias: Float[Array, "*B Y"]
 
     def __call__(self, x: Float[Array, "*T X"]) -> Float[Array, "*T Y"]:
-        return x @ self.linear + jax.nn.gelu(x @ self.inner) @ self.outer + self.bias
+        return matmul(x, self.linear) + matmul(jax.nn.gelu(matmul(x, self.inner)), self.outer) + self.bias
 
 
 @pytree

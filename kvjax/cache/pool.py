@@ -91,7 +91,8 @@ class Pool(Protocol):
           slot: slots of blocks.
 
         Returns:
-          (All blocks, [R, C, W], and the index [B, K, M] of each asked for), or None if their layout does not suit.
+          (All blocks, [R, C or more, W], and the index [B, K, M] of each asked for), or None if their layout does not
+          suit.
         """
 
     def block(self, slot: Int32[Array, "B K"]):

@@ -191,6 +191,8 @@ def _attend_lying(
     if found is None or plan.observes or plan.method.samples or not (plan.dense or spec.selected_rows):
         return None
     (pool, block), (count, seen) = found, _counted(plan, state, chosen, at)
+    more = pool.shape[1] - spec.block_rows  # rows of padding that a block ends with
+    seen = jnp.pad(seen, ((0, 0), (0, 0), (0, 0), (0, more)))
     bias = jnp.where(seen, 0.0, attention.NEGATIVE).reshape(*seen.shape[:2], 1, -1)
     most = spec.num_blocks * spec.block_rows if plan.dense else spec.selected_rows
     return attention.attend_blocks(q, pool, block, count, bias, cache.pool.dtype, most, state.smoothing, spec.soft_cap)

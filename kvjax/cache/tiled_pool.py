@@ -1,6 +1,7 @@
 """The pool in memory of a TPU, whose rows fill whole tiles.
 
-A row is a key beside its value, padded to a multiple of 128 numbers. A kernel then reads selected blocks where they lie
+A row is a key beside its value, padded to a multiple of 128 numbers, and a block has so many more rows that they fill
+tiles (`kvjax.ops.kernels.tiles.block_rows`). A kernel then reads selected blocks where they lie
 (`kvjax.ops.attention.attend_blocks`), others take and write blocks and rows in their place, and nothing copies the pool
 into another layout. Other platforms have `MemoryPool` (`kvjax.cache.in_memory`). Saved caches are the same on all.
 """
@@ -19,7 +20,9 @@ from kvjax.typing import Array, Int32, Num, pytree
 class TiledPool(InMemory):
     """A pool with all blocks in memory, of rows in whole tiles; the slot of a block is its number."""
 
-    rows: Num[Array, "B K NB C W"]  # a key and its value, or a value alone, of X numbers each, then padding
+    # [.., C + padding, W] a key and its value, or a value alone, of X numbers each, then padding
+    rows: Num[Array, "B K NB _ W"]
+    block_rows: int = dataclasses.field(metadata={"static": True})  # C
     width: int = dataclasses.field(metadata={"static": True})  # X
     keeps_keys: bool = dataclasses.field(metadata={"static": True})
     dtype: str = dataclasses.field(metadata={"static": True})
@@ -28,11 +31,12 @@ class TiledPool(InMemory):
     def of(cls, pool: MemoryPool) -> "TiledPool":
         """Returns the blocks of another pool in rows of whole tiles."""
         keeps_keys = pool.key is not None
-        return cls(_joined(pool.key, pool.value), pool.value.shape[-1], keeps_keys, pool.dtype)
+        rows, (count, width) = _joined(pool.key, pool.value), pool.value.shape[-2:]
+        return cls(_with_more_rows(rows, pool.dtype), count, width, keeps_keys, pool.dtype)
 
     def apart(self) -> MemoryPool:
         """Returns the blocks with keys and values in arrays of their own; of NumPy arrays, views."""
-        key, value = self._parts(self.rows)
+        key, value = self._parts(self.rows[..., : self.block_rows, :])
         return MemoryPool(key, value, self.dtype)
 
     def rows_at(self, number, slot, row):
@@ -49,13 +53,14 @@ class TiledPool(InMemory):
 
     def block(self, slot):
         if not self._fits:
-            return self._packed(take_block(self.rows, slot))
+            return self._packed(take_block(self.rows, slot)[..., : self.block_rows, :])
         index = self._index(jnp.minimum(slot, self.rows.shape[2] - 1))
         taken = pool_access.take(self._flat, index.reshape(-1))
-        return self._packed(taken.reshape(*slot.shape, *taken.shape[1:]))
+        return self._packed(taken.reshape(*slot.shape, *taken.shape[1:])[..., : self.block_rows, :])
 
     def everything(self, slot):
-        return self._packed(self.rows.reshape(*self.rows.shape[:2], -1, self.rows.shape[-1]))
+        rows = self.rows[..., : self.block_rows, :]
+        return self._packed(rows.reshape(*rows.shape[:2], -1, rows.shape[-1]))
 
     def put_row(self, block, row, key, value, layer, ref):
         new = self._joined(key, value)
@@ -65,7 +70,7 @@ class TiledPool(InMemory):
         return self._with(pool_access.put_rows(self._flat, index, row, new, self.dtype))
 
     def put_blocks(self, block, key, value, layer, ref):
-        new = self._joined(key, value)
+        new = _with_more_rows(self._joined(key, value), self.dtype)
         if not self._fits:
             return self._with(self.rows.at[(*batch_and_head(block), block)].set(new, mode="drop"))
         index = self._index(block).reshape(-1)
@@ -100,6 +105,13 @@ class TiledPool(InMemory):
 
     def _packed(self, rows: Num[Array, "*N W"]):
         return tuple(None if part is None else quantize.Packed(part, self.dtype) for part in self._parts(rows))
+
+
+def _with_more_rows(rows: Num[Array, "*N C W"], dtype: str) -> Num[Array, "*N _ W"]:
+    """Returns blocks with rows of zeros behind their own, so many that they fill tiles."""
+    count = rows.shape[-2]
+    more = tiles.block_rows(dtype, count) - count
+    return jnp.pad(rows, ((0, 0),) * (rows.ndim - 2) + ((0, more), (0, 0)))
 
 
 def _joined(key: Num[Array, "*N X"] | None, value: Num[Array, "*N X"]) -> Num[Array, "*N W"]:

@@ -16,6 +16,7 @@ from kvjax.methods.shared.importance import PAPER_RULE, Importance, gain_of
 from kvjax.models.config import ModelConfig
 from kvjax.models.transformer import Block, Transformer
 from kvjax.ops.attention import soft_capped, softmax
+from kvjax.ops.precise import einsum
 from kvjax.typing import Array, Float, Int32, PyTree
 
 
@@ -78,7 +79,7 @@ def _layer(config: ModelConfig, rule: Importance, params: PyTree, x: Float[Array
         position = start + jnp.arange(rule.block, dtype=jnp.int32)
         rows = jax.lax.dynamic_slice_in_dim(q, start, rule.block)
         weight = attention_rows(rows, key, position, config.window, config.soft_cap, learned)
-        out = jnp.einsum("kgct,tkd->ckgd", weight, value).reshape(rule.block, -1, config.head_dim)
+        out = einsum("kgct,tkd->ckgd", weight, value).reshape(rule.block, -1, config.head_dim)
         rows = jax.lax.dynamic_slice_in_dim(x, start, rule.block)
         after = model.apply({"params": params}, rows, out, method="finish")
         return after, gain_of(jnp.mean(weight, axis=(0, 1)), position, rule)
@@ -104,7 +105,7 @@ def attention_rows(
     Returns:
       float32[K, G, C, T].
     """
-    scores = jnp.einsum("ckgd,tkd->kgct", q, key, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    scores = einsum("ckgd,tkd->kgct", q, key) * q.shape[-1] ** -0.5
     position = jnp.arange(key.shape[0], dtype=jnp.int32)
     seen = position <= at[:, None]
     if sliding is not None:

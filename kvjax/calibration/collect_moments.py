@@ -12,6 +12,7 @@ from kvjax.errors import PromptError
 from kvjax.inference import prefill
 from kvjax.llm import LLM
 from kvjax.models.transformer import Block
+from kvjax.ops.precise import matmul
 from kvjax.typing import Array
 
 
@@ -87,4 +88,4 @@ def _queries(config, params, x):
 @jax.jit
 def _gram(key):
     flat = key.reshape(-1, key.shape[-2] * key.shape[-1]).astype(jnp.float32)
-    return flat.T @ flat
+    return matmul(flat.T, flat)

@@ -29,6 +29,7 @@ from kvjax.errors import ConfigError, PromptError
 from kvjax.llm import LLM
 from kvjax.methods.shared.adapters import Adapters
 from kvjax.ops.attention import NEGATIVE
+from kvjax.ops.precise import einsum
 from kvjax.typing import Array, Float, Int32, PyTree, pytree
 
 LOSSES = ("groups", "scores")
@@ -245,16 +246,16 @@ def _group_mass(weight: Float[Array, "B K G Q T"], group: int) -> Float[Array, "
 
 def exact_scores(query, key) -> Float[Array, "B K G Q T"]:
     """Returns the scaled dot products of queries [B, Q, K, G, D] and keys [B, T, K, D]."""
-    return jnp.einsum("bqkgd,btkd->bkgqt", query, key) * query.shape[-1] ** -0.5
+    return einsum("bqkgd,btkd->bkgqt", query, key) * query.shape[-1] ** -0.5
 
 
 def low_rank_scores(basis, joint: bool, query, key) -> Float[Array, "B K G Q T"]:
     """Returns Eq. 1 of KVSwap, (Q_h A_g(h)) K_lr^T, scaled; arguments as in `score_loss`."""
-    low_query = jnp.einsum("bqkgd,kdr->bqkgr", query, basis)
+    low_query = einsum("bqkgd,kdr->bqkgr", query, basis)
     if joint:
-        scores = jnp.einsum("bqkgr,btr->bkgqt", low_query, jnp.einsum("btkd,kdr->btr", key, basis))
+        scores = einsum("bqkgr,btr->bkgqt", low_query, einsum("btkd,kdr->btr", key, basis))
     else:
-        scores = jnp.einsum("bqkgr,btkr->bkgqt", low_query, jnp.einsum("btkd,kdr->btkr", key, basis))
+        scores = einsum("bqkgr,btkr->bkgqt", low_query, einsum("btkd,kdr->btkr", key, basis))
     return scores * query.shape[-1] ** -0.5
 
 

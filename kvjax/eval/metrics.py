@@ -19,6 +19,7 @@ from kvjax.inference.cache import Cache
 from kvjax.inference.decode import Step
 from kvjax.inference.prefill import PromptActivations
 from kvjax.ops.attention import NEGATIVE, soft_capped, softmax
+from kvjax.ops.precise import einsum
 from kvjax.typing import Array, Bool, Float, Int32
 
 
@@ -26,7 +27,7 @@ def exact_scores(
     plan: LayerPlan, q: Float[Array, "K G D"], key: Float[Array, "T K D"], at: Int32[Array, ""]
 ) -> Float[Array, "K G T"]:
     """Returns the scores of the newest token's queries with all keys; NEGATIVE for keys it does not see."""
-    scores = jnp.einsum("kgd,tkd->kgt", q, key, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    scores = einsum("kgd,tkd->kgt", q, key) * q.shape[-1] ** -0.5
     return jnp.where(_seen(plan, key.shape[0], at), soft_capped(scores, plan.spec.soft_cap), NEGATIVE)
 
 
@@ -100,7 +101,7 @@ def output_error(
       sink_logits: learned logit of each query head, if the model has them.
     """
     def output(scores):
-        return jnp.einsum("kgt,tkd->kgd", softmax(scores, sink_logits), value.astype(jnp.float32))
+        return einsum("kgt,tkd->kgd", softmax(scores, sink_logits), value.astype(jnp.float32))
 
     full, part = output(scores), output(jnp.where(attended, scores, NEGATIVE))
     return jnp.linalg.norm(part - full, axis=-1) / jnp.linalg.norm(full, axis=-1)

@@ -33,6 +33,7 @@ from kvjax.cache.method import HowPlaced, Method, in_pages, in_token_order
 from kvjax.cache.types import Selection
 from kvjax.errors import ConfigError
 from kvjax.ops.attention import NEGATIVE
+from kvjax.ops.indexing import with_column
 from kvjax.ops.topk import aggregate, top_blocks, vector_products
 from kvjax.typing import Array, Bool, Float, pytree
 
@@ -111,9 +112,8 @@ class ArkVale(Method):
         row = jnp.where(evicted.valid, placement.row[0], spec.block_rows)
         keys = index.open_key.at[:, row].set(evicted.key.astype(jnp.float32), mode="drop")
         new = bounding_volumes(keys[:, None], (jnp.arange(spec.block_rows, dtype=jnp.int32) <= row)[None], self.volume)
-        head = jnp.arange(spec.kv_heads, dtype=jnp.int32)
         digest = jax.tree.map(
-            lambda pages, page: pages.at[head, :, placement.block].set(page[..., 0], mode="drop"), index.digest, new
+            lambda pages, page: with_column(pages, placement.block, page[..., 0]), index.digest, new
         )
         return ArkValeIndex(digest, keys), placement
 

@@ -50,6 +50,7 @@ from kvjax.methods.shared.fitted import read_once
 from kvjax.methods.shared.importance import PAPER_RULE, prompt_weights
 from kvjax.methods.shared.page_bounds import VECTORS, Bounds, Means
 from kvjax.methods.shared.segments import CLOSENESS, Split, weights_of
+from kvjax.ops.kernels import tiles
 from kvjax.ops.topk import aggregate, top_blocks
 from kvjax.typing import Array, Float, Int32, pytree
 
@@ -170,7 +171,7 @@ class DynSplit(Method):
 
     def blocks(self, capacity, rows):
         split = self.split
-        return -(-capacity // split.least) + 1, split.most, -(-rows // split.least) + 1, 0
+        return tiles.whole(-(-capacity // split.least) + 1), split.most, -(-rows // split.least) + 1, 0
 
     def check_model(self, fingerprint):
         if self.splitting != "fixed":

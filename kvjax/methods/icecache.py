@@ -47,6 +47,7 @@ from kvjax.methods import dci
 from kvjax.methods.dci.tree import most_levels
 from kvjax.ops import kmeans
 from kvjax.ops.barriers import computed_once
+from kvjax.ops.precise import matmul
 from kvjax.ops.topk import aggregate, top_blocks
 from kvjax.typing import Array, Float, Int32
 
@@ -145,7 +146,8 @@ class IceCache(Method):
         if self.top is not None:
             return found.page, _best_of(score, self.top)
         top = jnp.maximum(jnp.max(score, axis=(1, 2), keepdims=True), _LOW)
-        mass = computed_once(jnp.exp(score - top)) @ jnp.ones(spec.block_rows, jnp.float32)  # faster than a sum
+        # A product, which is faster than a sum.
+        mass = matmul(computed_once(jnp.exp(score - top)), jnp.ones(spec.block_rows, jnp.float32))
         density = jnp.log(jnp.maximum(mass, 1e-37)) - jnp.log(jnp.maximum(found.count, 1).astype(jnp.float32))
         return found.page, jnp.where(mass > 0, density, _LOW)
 

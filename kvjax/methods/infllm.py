@@ -42,6 +42,7 @@ from kvjax.cache.method import HowPlaced, ObservingMethod, in_pages, in_token_or
 from kvjax.cache.types import Context, Selection
 from kvjax.errors import ConfigError
 from kvjax.ops.attention import NEGATIVE, products
+from kvjax.ops.precise import einsum
 from kvjax.ops.topk import aggregate, top_blocks
 from kvjax.typing import Array, Float, Int32, pytree
 
@@ -209,7 +210,7 @@ def local_scores(
     def one(args):
         first, q, there, keys = args
         seen = band & (~first | (jnp.arange(2 * window, dtype=jnp.int32) >= window))
-        scores = jnp.einsum("kgqd,knd->kgqn", q, keys) * size**-0.5
+        scores = einsum("kgqd,knd->kgqn", q, keys) * size**-0.5
         weight = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
         return jnp.sum(weight * there[:, None], axis=(1, 2))
 

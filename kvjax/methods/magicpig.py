@@ -40,6 +40,7 @@ from kvjax.cache.types import Selection
 from kvjax.errors import ConfigError
 from kvjax.ops.attention import NEGATIVE
 from kvjax.ops.kmeans import unit
+from kvjax.ops.precise import einsum
 from kvjax.ops.topk import top_blocks
 from kvjax.typing import Array, Float, Int32, UInt, pytree
 
@@ -151,7 +152,7 @@ def codes(x: Float[Array, "K N D"], directions: Float[np.ndarray, "L bits D"]) -
     wide, powers = x.astype(jnp.float32), 2 ** jnp.arange(directions.shape[1], dtype=jnp.int32)
 
     def bucket(table):
-        side = jnp.einsum("knd,bd->knb", wide, table) > 0
+        side = einsum("knd,bd->knb", wide, table) > 0
         return jnp.sum(side * powers, axis=-1, dtype=jnp.int32).astype(jnp.uint16)
 
     together = max(1, min(len(directions), _TOGETHER // max(1, x.shape[1])))
@@ -160,7 +161,7 @@ def codes(x: Float[Array, "K N D"], directions: Float[np.ndarray, "L bits D"]) -
 
 def agreement(q: Float[Array, "K G D"], key: Float[Array, "K N D"]) -> Float[Array, "K G N"]:
     """Returns p = 1 - theta / pi, the probability that one bit of query and key is the same, as [K, G, N]."""
-    cosine = jnp.einsum("kgd,knd->kgn", *(unit(vector.astype(jnp.float32)) for vector in (q, key)))
+    cosine = einsum("kgd,knd->kgn", *(unit(vector.astype(jnp.float32)) for vector in (q, key)))
     return 1.0 - jnp.arccos(jnp.clip(cosine, -1.0, 1.0)) / jnp.pi
 
 

@@ -36,6 +36,9 @@ from kvjax.errors import ConfigError
 from kvjax.methods.clusters.index import statistics
 from kvjax.ops import kmeans
 from kvjax.ops.attention import NEGATIVE
+from kvjax.ops.indexing import with_column
+from kvjax.ops.kernels import tiles
+from kvjax.ops.precise import einsum, matmul
 from kvjax.ops.topk import aggregate, top_blocks
 from kvjax.typing import Array, Float, Int32, UInt, pytree
 
@@ -138,7 +141,7 @@ def centroids_of(points: Float[Array, "T S"], valid, seed, count: int, iteration
 
 def nearest(codebook: Float[Array, "V S"], points: Float[Array, "T S"]) -> UInt[Array, "T"]:
     """Returns the number of the centroid nearest to each point."""
-    distance = jnp.sum(jnp.square(codebook), axis=-1) - 2 * points @ codebook.T
+    distance = jnp.sum(jnp.square(codebook), axis=-1) - 2 * matmul(points, codebook.T)
     return jnp.argmin(distance, axis=-1).astype(jnp.uint8)
 
 
@@ -156,11 +159,18 @@ def lookup(
       [K, G, N], approximate q . k, not scaled.
     """
     kv_heads, parts, _, size = codebook.shape
-    table = jnp.einsum("kpvs,kgps->pkgv", codebook, q.reshape(kv_heads, -1, parts, size))
+    q = q.reshape(kv_heads, -1, parts, size)
+    if tiles.wanted():
+        from kvjax.ops.kernels import code_scores  # imports Pallas, which takes a while
+
+        return code_scores.score(einsum("kpvs,kgps->kpgv", codebook, q), code)
+    table = einsum("kpvs,kgps->pkgv", codebook, q)
     centroid = code.astype(jnp.int32).swapaxes(0, 1)[:, :, None]
     return jnp.sum(jnp.take_along_axis(table, centroid, axis=-1), axis=0)
 
 
 def _store(code: UInt[Array, "K P NB"], at: Int32[Array, "T"], new: UInt[Array, "K P T"]) -> UInt[Array, "K P NB"]:
     """Returns the codes with new ones written at blocks `at`; block NB drops a code."""
+    if tiles.wanted() and at.shape == (1,):
+        return with_column(code, jnp.broadcast_to(at, len(code)), new[..., 0])
     return code.at[:, :, at].set(new, mode="drop")

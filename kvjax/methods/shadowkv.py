@@ -35,6 +35,8 @@ from kvjax.methods.shared import lowrank
 from kvjax.methods.shared.lowrank import CompressedKeys
 from kvjax.ops import rotary
 from kvjax.ops.attention import NEGATIVE
+from kvjax.ops.indexing import with_column
+from kvjax.ops.precise import einsum
 from kvjax.ops.topk import aggregate, top_blocks, vector_products
 from kvjax.typing import Array, Float, Int32, pytree
 
@@ -127,7 +129,7 @@ class ShadowKV(Method):
     def rebuild(self, spec, index, block, row, pos):
         low, head = index.shadow.low, jnp.arange(spec.kv_heads, dtype=jnp.int32)[:, None]
         code = jnp.take(low.key[0], block * spec.block_rows + row, axis=0, mode="clip")
-        key = jnp.einsum("knr,kdr->knd", code, low.adapter)
+        key = einsum("knr,kdr->knd", code, low.adapter)
         key = _turn(spec, key, pos)
         match = block[..., None] == index.outlier[:, None]
         exact = index.shadow.outlier_key[head, jnp.argmax(match, axis=-1).astype(jnp.int32), row]
@@ -138,7 +140,7 @@ class ShadowKV(Method):
         head, block = jnp.arange(spec.kv_heads, dtype=jnp.int32), placement.block
         mean = index.mean[head, :, jnp.minimum(block, spec.num_blocks - 1)]
         step = (evicted.key.astype(jnp.float32) - mean) / (placement.row + 1)[:, None]
-        mean = index.mean.at[head, :, block].add(step, mode="drop")
+        mean = with_column(index.mean, block, step, "add")
         shadow = index.shadow and _appended(spec, index.shadow, index, evicted, placement)
         return dataclasses.replace(index, mean=mean, stored=index.stored + evicted.valid, shadow=shadow), placement
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from kvjax.models.config import ModelConfig
 from kvjax.ops import attention, experts, rotary
+from kvjax.ops.precise import einsum
 from kvjax.ops.shards import WHOLE, Shards
 from kvjax.ops.weights import QuantisedMatrix, apply_rows, take_rows
 from kvjax.typing import Array, Float, Hidden, Int32, Logits
@@ -195,9 +196,10 @@ class Block(nn.Module):
         if c.soft_cap is not None or sink_logits is not None:
             return self.finish(x, _dense_attention(c, q, k, v, sink_logits))
         local = None if c.window is None else (c.window - 1, 0)
-        attended = jax.nn.dot_product_attention(
-            q, k, v, is_causal=True, local_window_size=local, implementation=self.attention
-        )
+        with jax.default_matmul_precision("highest"):  # the function has no argument for it
+            attended = jax.nn.dot_product_attention(
+                q, k, v, is_causal=True, local_window_size=local, implementation=self.attention
+            )
         return self.finish(x, attended)
 
     def _queries(self, h, positions):
@@ -216,15 +218,14 @@ class Block(nn.Module):
 def _dense_attention(config: ModelConfig, q, k, v, sink_logits):
     """Returns causal attention [B, T, H, D] of whole sequences with capped scores or sink logits."""
     position, group = jnp.arange(q.shape[1], dtype=jnp.int32), (config.num_kv_heads, config.group)
-    scores = jnp.einsum("btkgd,bskd->btkgs", q.reshape(*q.shape[:2], *group, -1), k,
-                        preferred_element_type=jnp.float32)
+    scores = einsum("btkgd,bskd->btkgs", q.reshape(*q.shape[:2], *group, -1), k)
     scores = attention.soft_capped(scores * config.head_dim**-0.5, config.soft_cap)
     back = position[:, None] - position
     seen = (back >= 0) & (back < (config.window or len(position)))
     scores = jnp.where(seen[:, None, None], scores, attention.NEGATIVE)
     sink_logits = None if sink_logits is None else jnp.broadcast_to(sink_logits, scores.shape[:-1])
     weight = attention.softmax(scores, sink_logits).astype(v.dtype)
-    return jnp.einsum("btkgs,bskd->btkgd", weight, v).reshape(q.shape)
+    return einsum("btkgs,bskd->btkgd", weight, v).astype(v.dtype).reshape(q.shape)
 
 
 class Transformer(nn.Module):

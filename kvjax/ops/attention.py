@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from kvjax.errors import ConfigError
 from kvjax.ops import kernels
 from kvjax.ops.barriers import computed_once
+from kvjax.ops.precise import einsum
 from kvjax.ops.quantize import Packed, Scattered, Smoothing, pack, unpack
 from kvjax.typing import Array, Bool, Float, Int32, Num, pytree
 
@@ -86,9 +87,9 @@ def _contract(
     if isinstance(rows, Packed):
         return _contract_packed(equation, rows, vectors)
     if rows.dtype != jnp.bfloat16 or vectors.dtype != jnp.float32:
-        return jnp.einsum(equation, rows, vectors, preferred_element_type=jnp.float32)
+        return einsum(equation, rows, vectors)
     parts = jnp.concatenate(in_bfloat16(vectors), axis=-2)
-    sums = jnp.einsum(equation, rows, parts, preferred_element_type=jnp.float32)
+    sums = einsum(equation, rows, parts)
     first, second, third = jnp.split(sums, 3, axis=equation.index("g", equation.index(">")) - len(equation))
     return first + (second + third)
 
@@ -323,7 +324,7 @@ def scores_of_many(
 ) -> Float[Array, "K GC N"]:
     """Returns the scaled dot products of C queries per query head, in the layout that is fastest for many queries."""
     wider = jnp.promote_types(q.dtype, k.dtype)  # keys wider than the queries are not rounded to the queries' type
-    scores = jnp.einsum("kqd,knd->kqn", q.astype(wider), k.astype(wider), preferred_element_type=jnp.float32)
+    scores = einsum("kqd,knd->kqn", q.astype(wider), k.astype(wider))
     return soft_capped(scores * q.shape[-1] ** -0.5, cap)
 
 
@@ -333,4 +334,4 @@ def attend_masked(scores: Float[Array, "K GC N"], v: Float[Array, "K N D"], seen
     scores = jnp.where(seen, scores, NEGATIVE)
     top = jnp.max(scores, axis=-1, initial=NEGATIVE)
     weight = jnp.where(seen, jnp.exp(scores - top[..., None]), 0.0)
-    return Part(jnp.einsum("kqn,knd->kqd", weight, v.astype(jnp.float32)), top, jnp.sum(weight, axis=-1))
+    return Part(einsum("kqn,knd->kqd", weight, v.astype(jnp.float32)), top, jnp.sum(weight, axis=-1))

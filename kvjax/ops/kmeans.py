@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.ops.precise import matmul
 from kvjax.typing import Array, Bool, Float, Int32, PRNGKey
 
 _CHUNK = 1024  # points assigned at once: the distance matrix is _CHUNK x clusters
@@ -85,7 +86,7 @@ def _plus_plus(points, valid, clusters, active, seed):
         logits = jnp.where(valid, jnp.log(jnp.maximum(nearest, 1e-30)), -jnp.inf)
         noisy = logits + jax.random.gumbel(jax.random.fold_in(draw, i), logits.shape, logits.dtype)
         best, drawn = jax.lax.top_k(noisy, min(_TRIALS, size))
-        distance = squared[drawn][:, None] + squared - 2 * points[drawn] @ points.T
+        distance = squared[drawn][:, None] + squared - 2 * matmul(points[drawn], points.T)
         left = jnp.sum(jnp.where(valid, jnp.minimum(nearest, distance), 0), axis=-1)
         winner = drawn[jnp.argmin(jnp.where(best > -jnp.inf, left, jnp.inf)).astype(jnp.int32)]
         distance = jnp.sum(jnp.square(points - points[winner]), axis=-1)  # exact: 0 for a duplicate
@@ -100,7 +101,7 @@ def _assign(points, centroids, usable):
     offset = jnp.where(usable, jnp.sum(jnp.square(centroids), axis=-1), jnp.inf)
 
     def nearest(chunk):
-        distance = offset - 2 * chunk @ centroids.T
+        distance = offset - 2 * matmul(chunk, centroids.T)
         owner = jnp.argmin(distance, axis=-1).astype(jnp.int32)
         best = jnp.take_along_axis(distance, owner[:, None], axis=-1)[:, 0]
         return owner, best + jnp.sum(jnp.square(chunk), axis=-1)
@@ -138,18 +139,18 @@ def two_means(
       The points of the first part, and those of the second.
     """
     points = points.astype(jnp.float32)
-    total, whole = jnp.sum(valid, dtype=jnp.int32), valid.astype(jnp.float32) @ points
+    total, whole = jnp.sum(valid, dtype=jnp.int32), matmul(valid.astype(jnp.float32), points)
 
     def farthest(origin):
         return points[jnp.argmax(jnp.where(valid, squared_norm(points - origin), -1.0)).astype(jnp.int32)]
 
     def margin(first, second):
         """Returns half the difference of the squared distances to two centres; negative on the side of the first."""
-        return (points - (first + second) / 2) @ (second - first)
+        return matmul(points - (first + second) / 2, second - first)
 
     def lloyd(_, pair):
         near = (valid & (margin(*pair) < 0)).astype(jnp.float32)
-        size, part = jnp.sum(near), near @ points
+        size, part = jnp.sum(near), matmul(near, points)
         moved = part / jnp.maximum(size, 1), (whole - part) / jnp.maximum(total - size, 1)
         return jnp.where(size > 0, moved[0], pair[0]), jnp.where(size < total, moved[1], pair[1])
 
@@ -167,14 +168,14 @@ def squared_norm(x: Float[Array, "*N D"]) -> Float[Array, "*N"]:
 
     A matrix product, because XLA:CPU takes five times as long to sum the rows of several heads.
     """
-    return jnp.matmul(jnp.square(x), jnp.ones(x.shape[-1], jnp.float32), precision="highest")
+    return matmul(jnp.square(x), jnp.ones(x.shape[-1], jnp.float32))
 
 
 def _ranks(x: Float[Array, "N"]) -> Float[Array, "N"]:
     """Returns the rank of each number, equal ones in order; for a few numbers far less work than sorting them."""
     index = jnp.arange(x.shape[0], dtype=jnp.int32)
     before = (x[None] < x[:, None]) | ((x[None] == x[:, None]) & (index[None] < index[:, None]))
-    return before.astype(jnp.float32) @ jnp.ones(x.shape[0], jnp.float32)
+    return matmul(before.astype(jnp.float32), jnp.ones(x.shape[0], jnp.float32))
 
 
 def pack(owner: Int32[Array, "T"], valid: Bool[Array, "T"], clusters: int, rows: int, blocks: int):

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from kvjax.errors import ConfigError
 from kvjax.ops import kernels
+from kvjax.ops.precise import einsum
 from kvjax.typing import Array, Bool, Float, Int32, Num, UInt
 
 BITS = (8, 4, 2)
@@ -163,7 +164,7 @@ def _products(packed, q, step, stored, bits: int) -> Float[Array, "F Q N"]:
     q = q.astype(jnp.float32)
 
     def piece(some):
-        return sum(jnp.einsum("fxn,fqx->fqn", level, q[..., i :: 8 // bits])
+        return sum(einsum("fxn,fqx->fqn", level, q[..., i :: 8 // bits])
                    for i, level in enumerate(_levels_apart(some, q.dtype, bits)))
 
     sums = einops.rearrange(jax.lax.map(piece, pieces), "pieces f q n -> f q (pieces n)")[..., :tokens]

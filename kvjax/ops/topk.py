@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from kvjax.ops import kernels
 from kvjax.ops.barriers import computed_once
+from kvjax.ops.precise import einsum
 from kvjax.typing import Array, Bool, Float, Int32
 
 AGGREGATIONS = ("mean", "max", "softmax_mean", "softmax_max")
@@ -19,7 +20,7 @@ def vector_products(vectors: Float[Array, "K D N"], q: Float[Array, "K G D"]) ->
 
 
 def _vector_products(vectors: Float[Array, "K D N"], q: Float[Array, "K G D"]) -> Float[Array, "K G N"]:
-    return jnp.einsum("kdn,kgd->kgn", vectors, q, precision="highest")
+    return einsum("kdn,kgd->kgn", vectors, q)
 
 
 def aggregate(scores: Float[Array, "K G N"], rule: str) -> Float[Array, "K N"]:
@@ -32,7 +33,7 @@ def aggregate(scores: Float[Array, "K G N"], rule: str) -> Float[Array, "K N"]:
     """
     if rule == "softmax_mean":
         weight, share = _softmaxes(scores)
-        return jnp.einsum("kgn,kg->kn", weight, share / scores.shape[1])
+        return einsum("kgn,kg->kn", weight, share / scores.shape[1])
     if rule == "softmax_max":
         weight, share = _softmaxes(scores)
         scores = weight * share[..., None]

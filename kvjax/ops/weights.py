@@ -20,6 +20,7 @@ from kvjax import _validate
 from kvjax.errors import ConfigError
 from kvjax.ops import kernels
 from kvjax.ops.barriers import computed_once
+from kvjax.ops.precise import einsum, matmul
 from kvjax.typing import Array, Float, Int32, Num, PyTree, pytree
 
 KINDS = ("int8", "int4")
@@ -157,14 +158,14 @@ def apply_rows(weight: Matrix, x: Float[Array, "*T X"]) -> Float[Array, "*T Y"]:
     if count > FEW or x.dtype not in _WITH_KERNEL or jax.default_backend() != "cpu":
         return _multiplied(weight, x)
     if not isinstance(weight, QuantisedMatrix) and weight.dtype == x.dtype == jnp.float32 and count > 1:
-        return computed_once(weight @ computed_once(x.reshape(count, -1).T)).T.reshape(*x.shape[:-1], -1)
+        return computed_once(matmul(weight, computed_once(x.reshape(count, -1).T))).T.reshape(*x.shape[:-1], -1)
     if not isinstance(weight, QuantisedMatrix) and (weight.dtype != jnp.bfloat16 or x.dtype != jnp.bfloat16):
         return _multiplied(weight, x)
     return _few(weight, x.reshape(count, -1)).reshape(*x.shape[:-1], -1)
 
 
 def _multiplied(weight: Matrix, x: Float[Array, "*T X"]) -> Float[Array, "*T Y"]:
-    return jnp.einsum("yx,...x->...y", widened(weight), x)
+    return einsum("yx,...x->...y", widened(weight), x).astype(x.dtype)
 
 
 @jax.custom_jvp

@@ -11,6 +11,7 @@ from sklearn.cluster import KMeans
 
 from kvjax.errors import ConfigError
 from kvjax.methods import PQCache, pqcache
+from kvjax.ops.kernels import tiles
 
 METHOD = METHODS["pqcache"]
 learn = jax.jit(functools.partial(pqcache.centroids_of, count=16, iterations=10))
@@ -51,13 +52,17 @@ def test_few_points_are_coded_without_error():
     np.testing.assert_allclose(codebook[np.asarray(pqcache.nearest(codebook, part[:27]))], part[:27], atol=1e-5)
 
 
-def test_a_score_is_the_product_with_the_key_its_code_stands_for():
+@pytest.mark.parametrize("kernel", [False, True], ids=["gather", "kernel"])
+@pytest.mark.parametrize(("keys", "group", "parts", "centroids"), [(50, 2, 4, 8), (1030, 7, 1, 256), (2048, 1, 2, 64)])
+def test_a_score_is_the_product_with_the_key_its_code_stands_for(keys, group, parts, centroids, kernel, monkeypatch):
+    """By XLA's gather, and by the kernel for TPUs, interpreted."""
+    monkeypatch.setattr(tiles, "wanted", lambda: kernel)
     rng = np.random.default_rng(1)
-    codebook = rng.normal(size=(HEADS, 4, 8, 2)).astype(np.float32)
-    code = rng.integers(0, 8, (HEADS, 4, 50)).astype(np.uint8)
-    q = rng.normal(size=(HEADS, GROUP, 8)).astype(np.float32)
-    decoded = np.stack([[codebook[k, j, code[k, j]] for j in range(4)] for k in range(HEADS)])  # [K, P, N, S]
-    decoded = decoded.transpose(0, 2, 1, 3).reshape(HEADS, 50, 8)
+    codebook = rng.normal(size=(HEADS, parts, centroids, 8 // parts)).astype(np.float32)
+    code = rng.integers(0, centroids, (HEADS, parts, keys)).astype(np.uint8)
+    q = rng.normal(size=(HEADS, group, 8)).astype(np.float32)
+    decoded = np.stack([[codebook[k, j, code[k, j]] for j in range(parts)] for k in range(HEADS)])  # [K, P, N, S]
+    decoded = decoded.transpose(0, 2, 1, 3).reshape(HEADS, keys, 8)
     expected = np.einsum("kgd,knd->kgn", q.astype(np.float64), decoded)
     np.testing.assert_allclose(pqcache.lookup(codebook, code, q), expected, atol=1e-5)
 

@@ -1,12 +1,14 @@
-"""Places in an array, against NumPy."""
+"""Places in an array, and rows and columns of matrices, against NumPy."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvjax.ops import indexing
+from kvjax.ops.kernels import lines, tiles
 
 places_of = jax.jit(indexing.places_of, static_argnums=1)
 first = jax.jit(indexing.first)
@@ -24,3 +26,64 @@ def test_marked_places_come_in_order_and_the_rest_is_padding(size, among):
 @given(among=masks)
 def test_the_first_that_is_marked_is_found(among):
     assert first(among) == (np.flatnonzero(among)[0] if among.any() else 11)
+
+
+# ------------------------------------------------------------------------------------ rows and columns
+
+
+@pytest.fixture(params=[False, True], ids=["scatter", "kernel"])
+def in_tiles(request, monkeypatch):
+    """Changes columns with a scatter, and with the kernel, interpreted."""
+    monkeypatch.setattr(tiles, "wanted", lambda: request.param)
+
+
+def changed(x, at, new, how):
+    """What NumPy makes of it."""
+    x, new = (np.array(leaf, np.float32) for leaf in (x, new))
+    for one, column, row in zip(x, at, new, strict=True):
+        if column < x.shape[-1]:
+            old = one[:, column]
+            one[:, column] = {"set": row, "max": np.maximum(old, row), "add": old + row}[how]
+    return x
+
+
+@pytest.mark.usefixtures("in_tiles")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8", "int32"])
+@pytest.mark.parametrize("how", lines.CHANGES)
+@pytest.mark.parametrize("size", [5, 128, 300])
+def test_a_column_of_each_matrix_is_changed(size, how, dtype):
+    """One of them is none, one is the last."""
+    rng = np.random.default_rng(size)
+    x, new = (jnp.asarray(rng.integers(0, 100, (4, 6, n)), dtype) for n in (size, 1))
+    at = np.array([0, size - 1, size, size // 2], np.int32)
+    found = indexing.with_column(x, jnp.asarray(at), new[..., 0], how)
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found.astype(jnp.float32), changed(x, at, new[..., 0], how))
+    last = np.minimum(at, size - 1)
+    for taken in (indexing.column, jax.vmap(indexing.column)):
+        np.testing.assert_array_equal(taken(found, jnp.asarray(at)), np.asarray(found)[np.arange(4), :, last])
+    both = x.reshape(2, 2, 6, size), at.reshape(2, 2), new[..., 0].reshape(2, 2, 6)
+    for axes in (lambda f: f, jax.vmap, lambda f: jax.vmap(jax.vmap(f))):  # over sequences, and over heads
+        again = axes(lambda *args: indexing.with_column(*args, how))(*both)
+        np.testing.assert_array_equal(again.reshape(found.shape), found)
+
+
+@pytest.mark.usefixtures("in_tiles")
+def test_several_columns_are_replaced():
+    x, new = (jax.random.normal(jax.random.key(n), (2, 7, n)) for n in (300, 3))
+    at = np.array([[299, 0, 128], [300, 4, 300]], np.int32)
+    found = jax.vmap(indexing.with_columns)(x, jnp.asarray(at), new.swapaxes(1, 2))
+    for i in range(3):
+        x = changed(x, at[:, i], new[..., i], "set")
+    np.testing.assert_array_equal(found, x)
+
+
+@pytest.mark.usefixtures("in_tiles")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])
+def test_a_row_of_each_matrix_is_replaced(dtype):
+    rng = np.random.default_rng(0)
+    x, new = (jnp.asarray(rng.integers(0, 100, (4, n, 6)), dtype) for n in (70, 1))
+    at = np.array([0, 69, 70, 33], np.int32)
+    expected = changed(x.swapaxes(1, 2), at, new[:, 0], "set").swapaxes(1, 2)
+    for axes in (lambda f: f, jax.vmap):
+        np.testing.assert_array_equal(axes(indexing.with_row)(x, jnp.asarray(at), new[:, 0]), expected)

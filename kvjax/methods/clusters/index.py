@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from kvjax.cache.types import Spec
+from kvjax.ops.indexing import column, with_columns
 from kvjax.ops.kmeans import squared_norm
 from kvjax.typing import Array, Bool, Float, Int32, pytree
 
@@ -74,7 +75,7 @@ def updated_variance(n, variance, squared_distance):
 
 def with_key(index: ClusterIndex, block: Int32[Array, ""], n: Int32[Array, ""], key: Float[Array, "D"]):
     """Returns UPDATESTATS of Algorithm 1: r_j and sigma_j^2 of one head's cluster of n keys after adding a key."""
-    n, centroid = n.astype(jnp.float32), index.centroid[:, block]
+    n, centroid = n.astype(jnp.float32), column(index.centroid, block)
     apart = key - centroid
     return centroid + apart / (n + 1), updated_variance(n, index.variance[block], squared_norm(apart))
 
@@ -99,7 +100,7 @@ def replace_clusters(
 ) -> ClusterIndex:
     """Returns the index of one head with new statistics for the given blocks; block NB changes nothing."""
     return dataclasses.replace(
-        index, centroid=index.centroid.at[:, block].set(jnp.moveaxis(centroid, -1, 0), mode="drop"),
+        index, centroid=with_columns(index.centroid, block, centroid),
         norm=index.norm.at[block].set(squared_norm(centroid), mode="drop"),
         variance=index.variance.at[block].set(variance, mode="drop"),
     )

@@ -17,6 +17,7 @@ from kvjax.methods.dci.tree import Shape, Tree, empty_tree, room_of_level
 from kvjax.ops import kmeans
 from kvjax.ops.barriers import computed_once
 from kvjax.ops.indexing import first
+from kvjax.ops.precise import matmul
 from kvjax.typing import Array, Bool, Float, Int32, PRNGKey
 
 _PRODUCTS = 1 << 20  # inner products at once, so that they stay in the processor's cache
@@ -54,7 +55,7 @@ def build(
         height=jnp.maximum(jnp.max(level, initial=0), 1).astype(jnp.int32),
         key=tree.key.at[page, row].set(key, mode="drop"),
         squared=tree.squared.at[page, row].set(squared, mode="drop"),
-        projected=tree.projected.at[page, row].set(key @ directions[:-1], mode="drop"),
+        projected=tree.projected.at[page, row].set(matmul(key, directions[:-1]), mode="drop"),
         count=tree.count.at[page].add(valid, mode="drop"),
     )
     return _chains(shape, tree, parent, page, row), page, row
@@ -119,7 +120,7 @@ def _nearest(point, below, above):
 def _better(point, mine, best, candidates):
     """Updates the largest product of each point of `mine`, and its partner, by those with the candidates."""
     total = point.shape[0]
-    product = mine @ point[jnp.minimum(candidates, total - 1)].T
+    product = matmul(mine, point[jnp.minimum(candidates, total - 1)].T)
     product = computed_once(jnp.where(candidates < total, product, -jnp.inf))
     top = jnp.max(product, axis=-1)
     nearest = candidates[jax.vmap(first)(product == top[:, None])]

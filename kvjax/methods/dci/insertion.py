@@ -14,7 +14,9 @@ from kvjax.methods.dci.promotion import promote
 from kvjax.methods.dci.search import Search, descend
 from kvjax.methods.dci.transform import transform_key
 from kvjax.methods.dci.tree import Shape, Tree
-from kvjax.ops.indexing import first
+from kvjax.ops.indexing import first, with_column, with_row
+from kvjax.ops.kernels import tiles
+from kvjax.ops.precise import matmul
 from kvjax.typing import Array, Bool, Float, Int32
 
 
@@ -117,7 +119,7 @@ def _turn(shape: Shape, tree: Tree, due) -> Tree:
         unit = transform_key(tree.key.reshape(-1, shape.size), tree.radius)
         valid = (jnp.arange(shape.rows, dtype=jnp.int32) < tree.count[:, None]).reshape(-1)
         directions = adapted_directions(directions, unit, valid)
-        return jnp.bool_(False), directions, tree.key @ directions[:-1]
+        return jnp.bool_(False), directions, matmul(tree.key, directions[:-1])
 
     start = (jnp.asarray(due), tree.directions, tree.projected)
     _, directions, projected = jax.lax.while_loop(lambda carry: carry[0], adapted, start)
@@ -133,18 +135,25 @@ def _chain(shape: Shape, tree: Tree, page, first, parent, grows) -> Tree:
     for table in tree.jump[:-1]:  # 2^(j + 1) pages further: twice 2^j
         further.append(table.at[further[-1]].get(mode="fill", fill_value=shape.pages))
     return dataclasses.replace(
-        tree, jump=tree.jump.at[:, page].set(jnp.stack(further), mode="drop"), child=child,
+        tree, jump=with_column(tree.jump, page, jnp.stack(further)), child=child,
         length=tree.length.at[page].set(behind + 1, mode="drop"),
     )
+
+
+def _with_vector(x: Float[Array, "NB C X"], page, row, new: Float[Array, "X"]) -> Float[Array, "NB C X"]:
+    """Returns what each point has with that of one point replaced; page NB is none."""
+    if not tiles.wanted():
+        return x.at[page, row].set(new, mode="drop")
+    return with_row(x.reshape(-1, x.shape[-1]), page * x.shape[1] + row, new).reshape(x.shape) if x.size else x
 
 
 def _write(tree: Tree, page, row, key, squared, child) -> Tree:
     """Writes a point; page NB writes nothing."""
     return dataclasses.replace(
         tree,
-        key=tree.key.at[page, row].set(key, mode="drop"),
+        key=_with_vector(tree.key, page, row, key),
         squared=tree.squared.at[page, row].set(squared, mode="drop"),
-        projected=tree.projected.at[page, row].set(key @ tree.directions[:-1], mode="drop"),
+        projected=_with_vector(tree.projected, page, row, matmul(key, tree.directions[:-1])),
         child=tree.child.at[page, row].set(child, mode="drop"),
         count=tree.count.at[page].set(row + 1, mode="drop"),  # set, not add(1): XLA then updates it in place
     )

@@ -9,6 +9,7 @@ opened nodes are computed at once and the smallest are taken, which suits vector
 import jax
 import jax.numpy as jnp
 
+from kvjax.ops.precise import matmul
 from kvjax.typing import Array, Bool, Float, Int32, PRNGKey
 
 
@@ -32,15 +33,15 @@ def adapted_directions(
       valid: bool[T], points that count; without any, `start` is returned.
     """
     points = jnp.where(valid[:, None], points, 0.0)
-    moment = points.T @ points / jnp.maximum(jnp.sum(valid, dtype=jnp.int32), 1)
-    turned = moment @ (moment @ start)
+    moment = matmul(points.T, points) / jnp.maximum(jnp.sum(valid, dtype=jnp.int32), 1)
+    turned = matmul(moment, matmul(moment, start))
     return jnp.where(jnp.any(valid), jnp.linalg.qr(turned + 1e-6 * start)[0], start)
 
 
 def lower_bounds(projected: Float[Array, "N P"], query: Float[Array, "G P"]) -> Float[Array, "N G"]:
     """Returns lower bounds of the squared distances between points and queries, given the projections of both."""
     squared = jnp.sum(jnp.square(projected), axis=-1)[:, None] + jnp.sum(jnp.square(query), axis=-1)
-    return jnp.maximum(squared - 2 * projected @ query.T, 0.0)
+    return jnp.maximum(squared - 2 * matmul(projected, query.T), 0.0)
 
 
 def prioritised(bound: Float[Array, "N"], valid: Bool[Array, "N"], count: int) -> Int32[Array, "V"]:

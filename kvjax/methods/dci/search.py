@@ -18,6 +18,7 @@ from kvjax.methods.dci.projections import lower_bounds, prioritised
 from kvjax.methods.dci.transform import lift
 from kvjax.methods.dci.tree import Shape, Tree, room_of_level
 from kvjax.ops.barriers import computed_once
+from kvjax.ops.precise import matmul
 from kvjax.typing import Array, Float, Int32, pytree
 
 
@@ -140,7 +141,7 @@ def _products(key, squared, radius, unit) -> Float[Array, "G V"]:
     """Returns c T_K(k) times the queries; keys are the left operand, which is twice as fast on XLA:CPU, and the
     barriers keep them there."""
     size = key.shape[-1]
-    score = computed_once(key @ computed_once(unit[:, :size].T)).T
+    score = computed_once(matmul(key, computed_once(unit[:, :size].T))).T
     return score if unit.shape[-1] == size else score + lift(squared, radius) * unit[:, size:]
 
 
@@ -148,7 +149,7 @@ def _bounds(tree: Tree, page, unit) -> Float[Array, "V"]:
     """Returns lower bounds of the squared distance of each point of the pages to the query nearest to it."""
     last = lift(tree.squared[page], tree.radius)[..., None] * tree.directions[-1]
     point = (tree.projected[page] + last) / jnp.sqrt(jnp.maximum(tree.radius, 1e-30))
-    projected = unit @ tree.directions[: unit.shape[-1]]
+    projected = matmul(unit, tree.directions[: unit.shape[-1]])
     return jnp.min(lower_bounds(point.reshape(-1, projected.shape[-1]), projected), axis=-1)
 
 

@@ -22,6 +22,9 @@ from kvjax.errors import ConfigError
 from kvjax.ops import kernels, lowbit
 from kvjax.ops.attention import NEGATIVE
 from kvjax.ops.barriers import computed_once
+from kvjax.ops.indexing import with_column, with_row
+from kvjax.ops.kernels import tiles
+from kvjax.ops.precise import einsum, matmul
 from kvjax.ops.shards import WHOLE, Shards
 from kvjax.ops.topk import aggregate, top_blocks
 from kvjax.typing import Array, Bool, Float, Int32, Num, pytree
@@ -221,8 +224,8 @@ def compress(spec: Spec, index: CompressedKeys, key: Float[Array, "K T D"]) -> F
     """Returns the projected keys: K_lr = Flatten(K) A (F = 1), or K_k A_k of each head (F = K)."""
     key = key.astype(jnp.float32)
     if index.together:
-        return spec.shards.sum(jnp.einsum("ktd,kdr->tr", key, index.adapter))[None]
-    return jnp.einsum("ktd,kdr->ktr", key, index.adapter)
+        return spec.shards.sum(einsum("ktd,kdr->tr", key, index.adapter))[None]
+    return einsum("ktd,kdr->ktr", key, index.adapter)
 
 
 def store(index: CompressedKeys, low: Float[Array, "F T r"], at: Int32[Array, "T"]) -> Num[Array, "F _ _"]:
@@ -237,6 +240,9 @@ def store(index: CompressedKeys, low: Float[Array, "F T r"], at: Int32[Array, "T
         low = low if index.centre is None else low - index.centre[:, None]
         coded = jax.vmap(lambda low, scale: lowbit.quantise(low, scale, index.bits))(low, index.scale)
         low = lowbit.pack(coded, index.bits)
+    if tiles.wanted() and at.shape == (1,):
+        change = with_row if index.by_token else with_column
+        return change(index.key, jnp.broadcast_to(at, len(low)), low[:, 0])
     if index.by_token:
         return index.key.at[:, at].set(low, mode="drop")
     return index.key.at[:, :, at].set(low.swapaxes(1, 2), mode="drop")
@@ -244,15 +250,15 @@ def store(index: CompressedKeys, low: Float[Array, "F T r"], at: Int32[Array, "T
 
 def project(index: CompressedKeys, q: Float[Array, "K G D"]) -> Float[Array, "K G r"]:
     """Returns Q_h A_g(h) of every query head h, scaled by 1 / sqrt(D)."""
-    return jnp.einsum("kgd,kdr->kgr", q, index.adapter) * q.shape[-1] ** -0.5
+    return einsum("kgd,kdr->kgr", q, index.adapter) * q.shape[-1] ** -0.5
 
 
 def project_mean(index: CompressedKeys, q: Float[Array, "K G D"]) -> Float[Array, "#K 1 r"]:
     """Returns the mean of `project` over the query heads that share keys: all of them, or those of each KV head."""
     mean = jnp.mean(q.astype(jnp.float32), axis=1) * q.shape[-1] ** -0.5
     if index.together:
-        return jnp.einsum("kd,kdr->r", mean, index.adapter)[None, None] / len(q)
-    return jnp.einsum("kd,kdr->kr", mean, index.adapter)[:, None]
+        return einsum("kd,kdr->r", mean, index.adapter)[None, None] / len(q)
+    return einsum("kd,kdr->kr", mean, index.adapter)[:, None]
 
 
 def predict_by_token(index: CompressedKeys, low: Float[Array, "#K #G r"]) -> Float[Array, "1 N Q"]:
@@ -267,7 +273,7 @@ def predict_by_token(index: CompressedKeys, low: Float[Array, "#K #G r"]) -> Flo
     """
     # Keys are the left operand, because XLA:CPU then reads them in place.
     low = low.reshape(1, -1, index.adapter.shape[-1])
-    scores = jnp.einsum("fnr,fqr->fnq", index.key, low, preferred_element_type=jnp.float32)
+    scores = einsum("fnr,fqr->fnq", index.key, low)
     return jnp.where(jnp.arange(index.tokens, dtype=jnp.int32)[:, None] < index.stored, scores, NEGATIVE)
 
 
@@ -277,7 +283,7 @@ def predict_by_dimension(index: CompressedKeys, low: Float[Array, "#K #G r"]) ->
     if index.scale is not None:
         coded = lowbit.products(index.key, low * index.scale[:, None], index.stored, index.bits)
         return coded if index.centre is None else coded + jnp.sum(low * index.centre[:, None], axis=-1)[..., None]
-    scores = jnp.einsum("krn,kgr->kgn", index.key, low, preferred_element_type=jnp.float32)
+    scores = einsum("krn,kgr->kgn", index.key, low)
     return jnp.where(jnp.arange(index.tokens, dtype=jnp.int32) < index.stored, scores, NEGATIVE)
 
 
@@ -301,7 +307,7 @@ def predict_mean(index: CompressedKeys, low: Float[Array, "#K 1 r"]) -> Float[Ar
     if index.scale is not None:
         coded = lowbit.products(key, q * index.scale.reshape(1, 1, -1), index.stored, index.bits)[0]
         return coded if index.centre is None else coded + jnp.sum(q * index.centre.reshape(1, 1, -1))
-    scores = jnp.einsum("xn,x->n", key[0], q.reshape(-1), preferred_element_type=jnp.float32)
+    scores = einsum("xn,x->n", key[0], q.reshape(-1))
     return jnp.where(jnp.arange(index.tokens, dtype=jnp.int32) < index.stored, scores, NEGATIVE)[None]
 
 
@@ -321,7 +327,7 @@ def aggregate_where_they_lie(scores: Float[Array, "F N Q"], rule: str) -> Float[
     weight = computed_once(jnp.exp(scores - jnp.max(scores, axis=1, keepdims=True)))
     share = 1 / jnp.sum(weight, axis=1)
     if rule.endswith("mean"):
-        return jnp.einsum("fnq,fq->fn", weight, share / scores.shape[-1])
+        return einsum("fnq,fq->fn", weight, share / scores.shape[-1])
     return jnp.max(weight * share[:, None], axis=-1)
 
 
@@ -351,7 +357,7 @@ def leading_directions(
 
 
 def _leading(rows: Float[Array, "T N"], rank: int) -> Float[Array, "N r"]:
-    gram, spread = rows.T @ rows, _spread(rows.shape[1])
+    gram, spread = matmul(rows.T, rows), _spread(rows.shape[1])
     # Few rows leave some directions undetermined. Noise decides those, and is too small to change the others.
     noise = jnp.maximum(1e-6 * jnp.trace(gram) / rows.shape[1], 1e-12)
     return jnp.linalg.eigh(gram + noise * spread)[1][:, ::-1][:, :rank]

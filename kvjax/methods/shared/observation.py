@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from kvjax.cache.types import Context, Spec
 from kvjax.errors import ConfigError
 from kvjax.ops.attention import NEGATIVE, soft_capped
+from kvjax.ops.precise import einsum
 from kvjax.ops.topk import AGGREGATIONS, aggregate
 from kvjax.typing import Array, Bool, Float, Int32
 
@@ -68,7 +69,7 @@ def query_weights(
       q: [K, G, C, D], rotated queries.
       pos: int32[C], their positions.
     """
-    scores = jnp.einsum("kgqd,ktd->kgqt", q, context.key.astype(q.dtype), preferred_element_type=jnp.float32)
+    scores = einsum("kgqd,ktd->kgqt", q, context.key.astype(q.dtype))
     seen = (context.pos <= pos[:, None]) & spec.seen(context.pos, pos[:, None])
     scores = soft_capped(scores * q.shape[-1] ** -0.5, spec.soft_cap)
     weight = jax.nn.softmax(jnp.where(seen, scores, NEGATIVE))

@@ -4,12 +4,11 @@ Both are updated key by key and score all blocks with one matrix product. They a
 is the fastest layout to read if there are few queries.
 """
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.types import Spec
+from kvjax.ops.indexing import with_column
 from kvjax.ops.topk import vector_products
 from kvjax.typing import Array, Float, Int32, pytree
 
@@ -40,9 +39,11 @@ class Bounds:
 
     def take(self, block: Int32[Array, "K T"], keys: Float[Array, "K T D"]) -> "Bounds":
         """Returns the bounds with keys added to the given blocks; block NB drops a key."""
-        head = jnp.arange(block.shape[0], dtype=jnp.int32)[:, None]
         both = _both_signs(keys).astype(self.far.dtype)
-        return dataclasses.replace(self, far=self.far.at[head, :, block].max(both, mode="drop"))
+        if block.shape[1] == 1:
+            return Bounds(with_column(self.far, block[:, 0], both[:, 0], "max"))
+        head = jnp.arange(block.shape[0], dtype=jnp.int32)[:, None]
+        return Bounds(self.far.at[head, :, block].max(both, mode="drop"))
 
     def scores(self, q: Float[Array, "K G D"], count: Int32[Array, "K NB"]) -> Float[Array, "K G NB"]:
         """Returns sum_d max(q_d low_d, q_d high_d) of each block, scaled as attention scores are.
@@ -75,6 +76,8 @@ class Means:
 
     def take(self, block: Int32[Array, "K T"], keys: Float[Array, "K T D"]) -> "Means":
         """Returns the sums with keys added to the given blocks; block NB drops a key."""
+        if block.shape[1] == 1:
+            return Means(with_column(self.total, block[:, 0], keys[:, 0], "add"))
         head = jnp.arange(block.shape[0], dtype=jnp.int32)[:, None]
         return Means(self.total.at[head, :, block].add(keys.astype(self.total.dtype), mode="drop"))
 

@@ -100,7 +100,7 @@ def attend(
     q = _in_rows(q.astype(jnp.float32) * size**-0.5, dtype, smoothing, width)
     q = jnp.pad(q, ((0, 0), (0, 0), (0, more), (0, 0)))
     if dtype == "bfloat16":
-        q = jnp.concatenate(_in_bfloat16(q), axis=2)
+        q = jnp.concatenate(in_bfloat16(q), axis=2)
     rows = found.steps * found.pieces * found.piece_rows
     bias = jnp.pad(bias, ((0, 0), (0, more if bias.shape[1] > 1 else 0), (0, rows - bias.shape[-1])),
                    constant_values=NEGATIVE)
@@ -204,7 +204,7 @@ def _add(q, bias, rows, out, top, total, dtype, key_width, cap):
     weight = jnp.where(bias[0] > NEGATIVE / 2, jnp.exp(scores - now), 0.0)
     kept = jnp.exp(before - now)
     for i, half in enumerate(vectors):
-        wide = jnp.concatenate(_in_bfloat16(weight), axis=0) if dtype == "bfloat16" else weight
+        wide = jnp.concatenate(in_bfloat16(weight), axis=0) if dtype == "bfloat16" else weight
         out[0, i] = out[0, i] * kept + _products(wide, half, 0)
     total[0, 0] = total[0, 0] * kept + jnp.sum(weight, axis=1, keepdims=True)
     top[0, 0] = jnp.broadcast_to(now, top.shape[2:])
@@ -222,7 +222,7 @@ def _products(vectors, rows, axis: int):
     return first + (second + third)
 
 
-def _in_bfloat16(x) -> list:
+def in_bfloat16(x) -> list:
     """Splits f32 numbers into three of bfloat16 that sum to them; by their bits, as Mosaic has no reduce_precision."""
     parts = []
     for _ in range(3):

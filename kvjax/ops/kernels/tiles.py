@@ -24,7 +24,20 @@ def padded(width: int) -> int:
     return -(-width // LANES) * LANES
 
 
+def whole(count: int) -> int:
+    """Returns how many blocks there should be for `count`: where they are many, the next multiple of `LANES`, on every
+    platform. An index has an axis of them, and XLA for TPUs makes another one the last if this fills no tiles."""
+    return count if count < 8 * LANES else padded(count)
+
+
 def fits(dtype: str, block_rows: int) -> bool:
     """Returns whether a kernel can read blocks where they lie: Mosaic and XLA give others different layouts, and XLA
     then copies the whole pool in each call."""
     return dtype in TYPES and (block_rows % SUBLANES == 0 or block_rows in _FEW[dtype])
+
+
+def block_rows(dtype: str, rows: int) -> int:
+    """Returns the rows that a block has in memory so that a kernel can read it: its own, or the next multiple of
+    `SUBLANES`; its own, too, where that would take more than half as much again, or no kernel reads the type."""
+    more = -(-rows // SUBLANES) * SUBLANES
+    return rows if fits(dtype, rows) or dtype not in TYPES or 2 * more > 3 * rows else more

@@ -1,0 +1,72 @@
+"""Products of matrices say how exact they are, as the default of a TPU or a GPU is less than f32."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax._src import source_info_util
+
+from kvjax.cache import fill
+from kvjax.cache.pool import StoreRef
+from kvjax.inference import decode, prefill
+from kvjax.inference.cache import State
+from kvjax.inference.plan import Slots, make_plan
+from tests.harness import METHODS
+from tests.tiny import CAPACITY, CONFIG, make_params
+
+TOKENS = 48
+
+
+def products(jaxpr):
+    """Yields the matrix products of a program and of all programs in it, Pallas kernels included."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("dot_general", "ragged_dot_general", "conv_general_dilated"):
+            yield eqn
+        for value in eqn.params.values():
+            for inner in jax.tree.leaves(value, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from products(inner)
+
+
+def inexact(jaxpr):
+    """Returns where a program leaves what it multiplies or sums in a product to the device."""
+    found = set()
+    for eqn in products(jaxpr):
+        kinds, precision = {x.aval.dtype for x in eqn.invars}, eqn.params["precision"]
+        exact = isinstance(precision, tuple) and set(precision) == {jax.lax.Precision.HIGHEST}
+        if eqn.params["preferred_element_type"] != jnp.float32 or not (exact or kinds == {jnp.dtype(jnp.bfloat16)}):
+            found.add(source_info_util.summarize(eqn.source_info))
+    return found
+
+
+def state_of(plan, params):
+    """The cache's state after a prompt, and the programs that fill it and take a token, unrun."""
+
+    def filled(params, tokens, length):
+        caches, leader = [], None
+        for i, read in enumerate(prefill.read(plan.config, params, tokens)):
+            layer = plan.layers[i]
+            queries = prefill._last_queries(plan.config.layers[i], layer, params[f"layers_{i}"], read.x, length)
+            prompts = fill.Prompts(read.key, read.value, length, tokens, queries)
+            caches.append(prefill.fill(plan, i, prompts, leader if layer.follows else None, None, Slots()))
+            leader = caches[-1].state
+        return State(tuple(caches), length, StoreRef(jnp.int32(-1), jnp.int32(0)))
+
+    given = params, jnp.zeros((2, TOKENS), jnp.int32), jnp.full(2, TOKENS, jnp.int32)
+    program, state = jax.make_jaxpr(filled, return_shape=True)(*given)
+    token = jax.make_jaxpr(functools.partial(decode.fused_token, plan))(
+        params, state, jnp.zeros(2, jnp.int32), jnp.ones(2, bool))
+    return program.jaxpr, token.jaxpr
+
+
+@pytest.mark.parametrize(("name", "dtype"), [
+    *((name, "float32") for name in METHODS),
+    *((name, "bfloat16") for name in ("full", "dynakv", "icecache", "kvswap")),
+])
+def test_no_product_is_left_to_the_device(name, dtype):
+    params = jax.tree.map(lambda x: x.astype(dtype), make_params())
+    for program in state_of(make_plan(CONFIG, METHODS[name], 2, CAPACITY), params):
+        assert list(products(program))
+        assert inexact(program) == set()
