@@ -60,7 +60,12 @@ def with_columns(x: Num[Array, "R N"], at: Int32[Array, "*E"], new: Num[Array, "
 
 
 def with_row(x: Num[Array, "*L R N"], at: Int32[Array, "*L"], new: Num[Array, "*L N"]) -> Num[Array, "*L R N"]:
-    """Returns matrices with a row of each replaced, in the same way; row R is none."""
+    """Returns matrices with a row of each replaced, in the same way; row R is none.
+
+    XLA for TPUs keeps the longer axis last where the other one fills no tiles, so that rows are columns there.
+    """
+    if tiles.wanted() and x.shape[-1] % tiles.LANES:
+        return with_column(x.swapaxes(-1, -2), at, new).swapaxes(-1, -2)
     if tiles.wanted():
         return _with_line("set", 1)(x, at, new)
     leading = jnp.indices(at.shape, jnp.int32, sparse=True)

@@ -142,9 +142,9 @@ def _chain(shape: Shape, tree: Tree, page, first, parent, grows) -> Tree:
 
 def _with_vector(x: Float[Array, "NB C X"], page, row, new: Float[Array, "X"]) -> Float[Array, "NB C X"]:
     """Returns what each point has with that of one point replaced; page NB is none."""
-    if not tiles.wanted():
-        return x.at[page, row].set(new, mode="drop")
-    return with_row(x.reshape(-1, x.shape[-1]), page * x.shape[1] + row, new).reshape(x.shape) if x.size else x
+    if x.size and tiles.wanted() and x.shape[-1] % tiles.LANES == 0:  # else XLA for TPUs keeps the pages last
+        return with_row(x.reshape(-1, x.shape[-1]), page * x.shape[1] + row, new).reshape(x.shape)
+    return x.at[page, row].set(new, mode="drop")
 
 
 def _write(tree: Tree, page, row, key, squared, child) -> Tree:

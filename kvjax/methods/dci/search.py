@@ -18,6 +18,7 @@ from kvjax.methods.dci.projections import lower_bounds, prioritised
 from kvjax.methods.dci.transform import lift
 from kvjax.methods.dci.tree import Shape, Tree, room_of_level
 from kvjax.ops.barriers import computed_once
+from kvjax.ops.kernels import tiles
 from kvjax.ops.precise import matmul
 from kvjax.typing import Array, Float, Int32, pytree
 
@@ -125,7 +126,9 @@ def _compare(shape: Shape, search: Search, tree: Tree, page, unit) -> Float[Arra
     opened = jnp.minimum(page, shape.pages - 1)
     valid = jnp.arange(shape.rows, dtype=jnp.int32) < _entry(tree.count, page)[:, None]
     if shape.projections == 0 or search.visit is None or search.visit >= valid.size:
-        key = tree.key.reshape(shape.pages, -1)[opened].reshape(-1, shape.size)
+        # XLA:CPU copies pages faster as rows; for TPUs that is another layout, and all pages would be copied.
+        pages = tree.key if tiles.wanted() else tree.key.reshape(shape.pages, -1)
+        key = pages[opened].reshape(-1, shape.size)
         score = _products(key, tree.squared[opened].reshape(-1), tree.radius, unit)
         return jnp.where(valid, score.reshape(-1, *valid.shape), -jnp.inf)
     first = prioritised(_bounds(tree, opened, unit), valid.reshape(-1), search.visit)
