@@ -35,7 +35,6 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOPOLOGIES = {4: "v5e:2x2", 8: "v5e:2x4"}
 CHIP_BYTES = 16e9  # of a v5e
 EXCHANGED = 64 * 1024  # most bytes of an exchange that is no sum of hidden states
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 
 MESHES = flags.DEFINE_list("meshes", ["1x4", "1x8"], f"shapes of meshes, of {' or '.join(map(str, TOPOLOGIES))} chips")
 MODEL = flags.DEFINE_list("models", ["llama-3.1-8b"], f"shapes of models: {', '.join(shapes.MODELS)}")
@@ -80,7 +79,7 @@ def measured(mesh: str, model: str, method: str, tokens: int, devices) -> dict:
     begin = time.monotonic()
     program = compiled(plan)
     seconds, memory = time.monotonic() - begin, program.memory_analysis()
-    found = exchanges(hlo_text.Program(program.as_text()))
+    found = hlo_text.Program(program.as_text()).exchanges()
     hidden = [one for one in found if one["kind"] == "all-reduce" and f",{config.hidden_size}]" in one["shape"]]
     others = [one for one in found if one not in hidden and f"{config.vocab_size}]" not in one["shape"]]
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -93,19 +92,6 @@ def measured(mesh: str, model: str, method: str, tokens: int, devices) -> dict:
         "held_bytes": held, "temporaries": memory.temp_size_in_bytes, "chip_bytes": most,
         "fits": most <= CHIP_BYTES, "exchanges": found, "compile_seconds": round(seconds, 1),
     }
-
-
-def exchanges(program: hlo_text.Program) -> list[dict]:
-    """Returns kind, result and bytes of each collective that a program runs; one that combines arrays counts each."""
-    found = []
-    for _, instruction in program.running:
-        kind = instruction.opcode.removesuffix("-start")
-        if kind in COLLECTIVES:
-            parts = hlo_text.parts_of(instruction.shape)
-            started = instruction.opcode.endswith("-start") and kind != "all-reduce"  # (operands, results)
-            found += [{"kind": kind, "shape": part.split("{")[0], "bytes": hlo_text.nbytes(part)}
-                      for part in parts[len(parts) // 2 if started else 0 :]]
-    return found
 
 
 def row(record: dict) -> str:

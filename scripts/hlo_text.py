@@ -15,6 +15,8 @@ _MOVES_NOTHING = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all",
     "partition-id", "replica-id", "optimization-barrier", "opt-barrier",
 }
+_COLLECTIVES = {
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast"}
 _SLICES = {"dynamic-slice", "gather", "slice"}  # of their first operand they read what they return
 
 
@@ -208,6 +210,18 @@ class Program:
         while last.opcode == "bitcast" and last.operands[0] in inside:
             last = inside[last.operands[0]]
         return last.opcode
+
+    def exchanges(self) -> list[dict]:
+        """Returns kind, shape and bytes of each array that devices exchange; one that combines arrays counts each."""
+        found = []
+        for _, instruction in self.running:
+            kind = instruction.opcode.removesuffix("-start")
+            if kind in _COLLECTIVES:
+                parts = parts_of(instruction.shape)
+                both = instruction.opcode.endswith("-start") and kind != "all-reduce"  # operands, then results
+                found += [{"kind": kind, "shape": part.split("{")[0], "bytes": nbytes(part)}
+                          for part in parts[len(parts) // 2 if both else 0 :]]
+        return found
 
     def largest_copy(self) -> tuple[int, str]:
         """Returns bytes and shape of the largest copy or transpose of an array; (0, "") if there is none."""

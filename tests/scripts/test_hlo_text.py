@@ -133,3 +133,43 @@ def test_a_program_of_this_jax_is_understood():
     found = [parsed.stack(instruction) for _, instruction in parsed.running]
     # A program that was kept on disk names the file that it was compiled from.
     assert any(name.endswith("test_hlo_text.py") for stack in found for name, _ in stack)
+
+
+MESH = """
+%sum (a.1: f32[], b.1: f32[]) -> f32[] {
+  %a.1 = f32[] parameter(0)
+  %b.1 = f32[] parameter(1)
+  ROOT %add.1 = f32[] add(%a.1, %b.1)
+}
+
+%gathered (p.1: bf16[10,100,128], p.2: s32[]) -> bf16[1,128] {
+  %p.1 = bf16[10,100,128]{2,1,0} parameter(0)
+  %p.2 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %flat = bf16[1000,128]{1,0} bitcast(%p.1)
+  ROOT %slice.1 = bf16[1,128]{1,0} dynamic-slice(%flat, %p.2, %zero), dynamic_slice_sizes={1,128}
+}
+
+ENTRY %main.1 (x.1: f32[1,4096], y.1: bf16[16], pool.1: bf16[10,100,128], at.1: s32[]) -> f32[1,4096] {
+  %x.1 = f32[1,4096]{1,0} parameter(0)
+  %y.1 = bf16[16]{0} parameter(1)
+  %pool.1 = bf16[10,100,128]{2,1,0} parameter(2)
+  %at.1 = s32[] parameter(3)
+  %all-gather-start.1 = (bf16[16]{0}, bf16[64]{0}) all-gather-start(%y.1), dimensions={0}
+  %all-gather-done.1 = bf16[64]{0} all-gather-done(%all-gather-start.1)
+  %fusion.1 = bf16[1,128]{1,0} fusion(%pool.1, %at.1), kind=kLoop, calls=%gathered
+  ROOT %all-reduce.1 = f32[1,4096]{1,0} all-reduce(%x.1), to_apply=%sum
+}
+"""
+
+
+def test_what_devices_exchange_is_told_by_array():
+    assert Program(MESH).exchanges() == [
+        {"kind": "all-gather", "shape": "bf16[64]", "bytes": 128},
+        {"kind": "all-reduce", "shape": "f32[1,4096]", "bytes": 16_384},
+    ]
+
+
+def test_a_slice_of_what_only_another_name_was_given_to_is_a_slice():
+    moved = {instruction.name: size for size, instruction in Program(MESH).costs()}
+    assert moved["fusion.1"] == 2 * 256 + 4
