@@ -55,7 +55,7 @@ def test_few_points_are_coded_without_error():
 @pytest.mark.parametrize("kernel", [False, True], ids=["gather", "kernel"])
 @pytest.mark.parametrize(("keys", "group", "parts", "centroids"), [(50, 2, 4, 8), (1030, 7, 1, 256), (2048, 1, 2, 64)])
 def test_a_score_is_the_product_with_the_key_its_code_stands_for(keys, group, parts, centroids, kernel, monkeypatch):
-    """By XLA's gather, and by the kernel for TPUs, interpreted."""
+    """Looks up by XLA's gather, and by the kernel for TPUs, interpreted."""
     monkeypatch.setattr(tiles, "wanted", lambda: kernel)
     rng = np.random.default_rng(1)
     codebook = rng.normal(size=(HEADS, parts, centroids, 8 // parts)).astype(np.float32)

@@ -38,7 +38,7 @@ def in_tiles(request, monkeypatch):
 
 
 def changed(x, at, new, how):
-    """What NumPy makes of it."""
+    """Changes the columns with NumPy."""
     x, new = (np.array(leaf, np.float32) for leaf in (x, new))
     for one, column, row in zip(x, at, new, strict=True):
         if column < x.shape[-1]:

@@ -40,7 +40,7 @@ def score(table: Float[Array, "K P G V"], code: UInt[Array, "K P N"]) -> Float[A
 
 def _score(table, code, out):
     """Scores the keys of one step; the table stands as three of bfloat16 that sum to it, so that entries are exact."""
-    parts, (_, step) = table.shape[1], out.shape[1:]
+    parts, step = table.shape[1], out.shape[2]
     number = jax.lax.broadcasted_iota(jnp.int32, (table.shape[-1], step), 0)
     total = jnp.zeros(out.shape[1:], jnp.float32)
     for part in range(parts):
