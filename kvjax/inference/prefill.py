@@ -261,11 +261,12 @@ def _read_layer(config, size, params, x):
     def one(x):
         q, key, value = block.apply({"params": params}, x, jnp.arange(length, dtype=jnp.int32), method="project")
         q = q.reshape(length, config.num_kv_heads, config.group, config.head_dim)
-        learned = sink_logits(config, params)
+        options = config.window, config.soft_cap, sink_logits(config, params)
+        whole = attention.causal_at_once(q, key, value, *options)
 
         def chunk(start):
-            part = jax.lax.dynamic_slice_in_dim(q, start, size)
-            out = attention.causal(part, key, value, start, size, config.window, config.soft_cap, learned)
+            part = jax.lax.dynamic_slice_in_dim(q if whole is None else whole, start, size)
+            out = attention.causal(part, key, value, start, size, *options) if whole is None else part
             rows = jax.lax.dynamic_slice_in_dim(x, start, size)
             return block.apply({"params": params}, rows, out.reshape(size, -1, config.head_dim), method="finish")
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from kvjax.errors import ConfigError
 from kvjax.ops import kernels
 from kvjax.ops.barriers import computed_once
+from kvjax.ops.kernels import tiles
 from kvjax.ops.precise import einsum
 from kvjax.ops.quantize import Packed, Scattered, Smoothing, pack, unpack
 from kvjax.typing import Array, Bool, Float, Int32, Num, pytree
@@ -317,6 +318,27 @@ def causal(
         sink_logits = jnp.repeat(sink_logits, queries, axis=-1)
     out = normalise(jax.lax.fori_loop(first, last, visit, empty), q.dtype, sink_logits)
     return einops.rearrange(out, "k (g c) d -> c k g d", c=queries)
+
+
+def causal_at_once(
+    q: Float[Array, "T K G D"], key: Float[Array, "T K D"], value: Float[Array, "T K D"], window: int | None,
+    cap: float | None = None, sink_logits: Float[Array, "K G"] | None = None,
+) -> Float[Array, "T K G D"] | None:
+    """Computes causal attention of a whole prompt where a kernel does it without writing scores to memory.
+
+    Arguments are as those of `causal`.
+
+    Returns:
+      The attention output in the type of `q`; None where `causal` is to be used: on other platforms than TPUs, and for
+      prompts that fill no whole tiles.
+    """
+    if not tiles.wanted():
+        return None
+    from kvjax.ops.kernels import prompt_attention  # imports Pallas, which takes a while
+
+    if not prompt_attention.serves(q.shape[0]):
+        return None
+    return prompt_attention.attend(q, key, value, window, cap, sink_logits)
 
 
 def scores_of_many(
