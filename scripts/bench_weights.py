@@ -16,6 +16,7 @@ import os
 import pathlib
 import sys
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -66,22 +67,25 @@ def without_kernel(every, x):
         kernels.COMPILED = there
 
 
-def stream(memory: list[np.ndarray], search, pool) -> None:
-    """Reads all bytes of these arrays of zeros."""
-    share = [(part.ctypes.data, 255, part.nbytes) for part in memory]
-    assert not any(pool.map(lambda given: search(*given), share))
+def plain_read(mib: int) -> tuple[Callable[[], None], int]:
+    """Returns a function that reads some memory once, by a thread for each processor, and the bytes that it reads."""
+    search = ctypes.CDLL(None).memchr
+    search.restype, search.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+    threads = len(os.sched_getaffinity(0))
+    memory = [np.zeros((mib << 20) // threads, np.uint8) for _ in range(threads)]
+    for part in memory:
+        part.fill(0)  # pages of their own
+    pool = concurrent.futures.ThreadPoolExecutor(threads)
+
+    def read() -> None:
+        assert not any(pool.map(lambda part: search(part.ctypes.data, 255, part.nbytes), memory))
+
+    return read, sum(part.nbytes for part in memory)
 
 
 def cases() -> dict[str, tuple]:
     """Returns, by name, a function to time and the bytes that it reads."""
-    search = ctypes.CDLL(None).memchr
-    search.restype, search.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
-    threads = len(os.sched_getaffinity(0))
-    memory = [np.zeros((MIB.value << 20) // threads, np.uint8) for _ in range(threads)]
-    for part in memory:
-        part.fill(0)  # pages of their own
-    pool = concurrent.futures.ThreadPoolExecutor(threads)
-    made = {"limit": (lambda: stream(memory, search, pool), sum(part.nbytes for part in memory))}
+    made: dict[str, tuple] = {"limit": plain_read(MIB.value)}
     for kind in KINDS:
         every = matrices(kind)
         size = sum(weight.nbytes for weight in every)

@@ -36,11 +36,11 @@ from kvjax.errors import ConfigError
 from kvjax.methods.clusters.index import statistics
 from kvjax.ops import kmeans
 from kvjax.ops.attention import NEGATIVE
-from kvjax.ops.indexing import with_column
+from kvjax.ops.indexing import with_columns_at
 from kvjax.ops.kernels import tiles
 from kvjax.ops.precise import einsum, matmul
 from kvjax.ops.topk import aggregate, top_blocks
-from kvjax.typing import Array, Float, Int32, UInt, pytree
+from kvjax.typing import Array, Float, UInt, pytree
 
 
 @pytree
@@ -101,7 +101,7 @@ class PQCache(Method):
         each_head = functools.partial(jax.lax.map, functools.partial(jax.lax.map, one_part))
         codebook, code = each_head((parts, seeds))
         placement = in_token_order(spec, context)
-        return PQIndex(codebook, _store(index.code, placement.block[0], code)), placement
+        return PQIndex(codebook, with_columns_at(index.code, placement.block[0], code)), placement
 
     def select(self, spec, index, view, q):
         scores = lookup(index.codebook, index.code, q) * spec.head_dim**-0.5
@@ -112,7 +112,7 @@ class PQCache(Method):
     def append(self, spec, index, view, evicted):
         placement = in_token_order(spec, evicted)
         code = jax.vmap(jax.vmap(nearest))(index.codebook, split(evicted.key[:, None], self.parts))
-        return dataclasses.replace(index, code=_store(index.code, placement.block[:1], code)), placement
+        return dataclasses.replace(index, code=with_columns_at(index.code, placement.block[:1], code)), placement
 
 
 def split(keys: Float[Array, "K T D"], parts: int) -> Float[Array, "K P T S"]:
@@ -167,10 +167,3 @@ def lookup(
     table = einsum("kpvs,kgps->pkgv", codebook, q)
     centroid = code.astype(jnp.int32).swapaxes(0, 1)[:, :, None]
     return jnp.sum(jnp.take_along_axis(table, centroid, axis=-1), axis=0)
-
-
-def _store(code: UInt[Array, "K P NB"], at: Int32[Array, "T"], new: UInt[Array, "K P T"]) -> UInt[Array, "K P NB"]:
-    """Returns the codes with new ones written at blocks `at`; block NB drops a code."""
-    if tiles.wanted() and at.shape == (1,):
-        return with_column(code, jnp.broadcast_to(at, len(code)), new[..., 0])
-    return code.at[:, :, at].set(new, mode="drop")

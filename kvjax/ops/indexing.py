@@ -72,6 +72,21 @@ def with_row(x: Num[Array, "*L R N"], at: Int32[Array, "*L"], new: Num[Array, "*
     return x.at[(*leading, at)].set(new.astype(x.dtype), mode="drop")
 
 
+def with_rows_at(x: Num[Array, "L R N"], at: Int32[Array, "T"], new: Num[Array, "L T N"]) -> Num[Array, "L R N"]:
+    """Returns matrices with the same rows of each replaced, no two alike; a single one in the same way. Row R is none.
+    """
+    if tiles.wanted() and at.shape == (1,):
+        return with_row(x, jnp.broadcast_to(at, len(x)), new[:, 0])
+    return x.at[:, at].set(new, mode="drop")
+
+
+def with_columns_at(x: Num[Array, "L R N"], at: Int32[Array, "T"], new: Num[Array, "L R T"]) -> Num[Array, "L R N"]:
+    """Returns matrices with the same columns of each replaced, as `with_rows_at` does with rows."""
+    if tiles.wanted() and at.shape == (1,):
+        return with_column(x, jnp.broadcast_to(at, len(x)), new[..., 0])
+    return x.at[:, :, at].set(new, mode="drop")
+
+
 @functools.cache
 def _with_line(how: str, axis: int):
     """Returns `kvjax.ops.kernels.lines.change` for any leading axes, under `jax.vmap`, too."""

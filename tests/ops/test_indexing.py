@@ -87,3 +87,16 @@ def test_a_row_of_each_matrix_is_replaced(dtype, width):
     expected = changed(x.swapaxes(1, 2), at, new[:, 0], "set").swapaxes(1, 2)
     for axes in (lambda f: f, jax.vmap):
         np.testing.assert_array_equal(axes(indexing.with_row)(x, jnp.asarray(at), new[:, 0]), expected)
+
+
+@pytest.mark.usefixtures("in_tiles")
+@pytest.mark.parametrize("at", [[3], [70], [0, 69, 70]])
+def test_the_same_lines_of_all_matrices_are_replaced(at):
+    """One of them, none, or several."""
+    x, new = (jax.random.normal(jax.random.key(n), (2, n, 128)) for n in (70, len(at)))
+    expected = np.array(x)
+    for i, row in enumerate(at):
+        expected[:, row : row + 1] = new[:, i : i + 1] if row < 70 else expected[:, row : row + 1]
+    np.testing.assert_array_equal(indexing.with_rows_at(x, jnp.asarray(at, jnp.int32), new), expected)
+    found = indexing.with_columns_at(x.swapaxes(1, 2), jnp.asarray(at, jnp.int32), new.swapaxes(1, 2))
+    np.testing.assert_array_equal(found.swapaxes(1, 2), expected)

@@ -22,8 +22,7 @@ from kvjax.errors import ConfigError
 from kvjax.ops import kernels, lowbit
 from kvjax.ops.attention import NEGATIVE
 from kvjax.ops.barriers import computed_once
-from kvjax.ops.indexing import with_column, with_row
-from kvjax.ops.kernels import tiles
+from kvjax.ops.indexing import with_columns_at, with_rows_at
 from kvjax.ops.precise import einsum, matmul
 from kvjax.ops.shards import WHOLE, Shards
 from kvjax.ops.topk import aggregate, top_blocks
@@ -240,12 +239,9 @@ def store(index: CompressedKeys, low: Float[Array, "F T r"], at: Int32[Array, "T
         low = low if index.centre is None else low - index.centre[:, None]
         coded = jax.vmap(lambda low, scale: lowbit.quantise(low, scale, index.bits))(low, index.scale)
         low = lowbit.pack(coded, index.bits)
-    if tiles.wanted() and at.shape == (1,):
-        change = with_row if index.by_token else with_column
-        return change(index.key, jnp.broadcast_to(at, len(low)), low[:, 0])
     if index.by_token:
-        return index.key.at[:, at].set(low, mode="drop")
-    return index.key.at[:, :, at].set(low.swapaxes(1, 2), mode="drop")
+        return with_rows_at(index.key, at, low)
+    return with_columns_at(index.key, at, low.swapaxes(1, 2))
 
 
 def project(index: CompressedKeys, q: Float[Array, "K G D"]) -> Float[Array, "K G r"]:
