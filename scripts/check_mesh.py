@@ -8,9 +8,7 @@ counted in the compiled program; the marks are two sums of hidden states a layer
 exchange above 64 KiB but of the logits, and no more than a chip's memory. With --layers=0 the model is whole.
 """
 
-import datetime
 import itertools
-import json
 import os
 import pathlib
 import sys
@@ -30,10 +28,12 @@ from kvjax.inference.plan import Plan, Slots, make_plan
 from kvjax.models.mesh import MeshLayout
 from kvjax.typing import PyTree
 from scripts import described, hlo_text, shapes, tpu_compiler
+from scripts.records import keep
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOPOLOGIES = {4: "v5e:2x2", 8: "v5e:2x4"}
 CHIP_BYTES = 16e9  # of a v5e
+KEYS = ("mesh", "model", "layers", "method", "tokens", "budget")  # what names a record
 EXCHANGED = 64 * 1024  # most bytes of an exchange that is no sum of hidden states
 
 MESHES = flags.DEFINE_list("meshes", ["1x4", "1x8"], f"shapes of meshes, of {' or '.join(map(str, TOPOLOGIES))} chips")
@@ -129,20 +129,7 @@ def main(argv) -> None:
         records.append(measured(mesh, model, method, tokens, devices))
         print(row(records[-1]), flush=True)
         if OUT.value:
-            keep(pathlib.Path(OUT.value), records)
-
-
-def keep(directory: pathlib.Path, records: list[dict]) -> None:
-    """Writes mesh.json, with those of its earlier records that were not made anew."""
-    def identity(one):
-        return tuple(one[key] for key in ("mesh", "model", "layers", "method", "tokens", "budget"))
-
-    path, known = directory / "mesh.json", set(map(identity, records))
-    before = json.loads(path.read_text())["programs"] if path.exists() else []
-    directory.mkdir(parents=True, exist_ok=True)
-    content = {"day": datetime.date.today().isoformat(), "jax": jax.__version__,
-               "programs": [one for one in before if identity(one) not in known] + records}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+            keep(pathlib.Path(OUT.value) / "mesh.json", records, KEYS)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,7 @@ With --chips=h100 it is a GPU; that needs JAX's CUDA plugin as `check_gpu.py` do
 """
 
 import dataclasses
-import datetime
 import itertools
-import json
 import os
 import pathlib
 import re
@@ -33,6 +31,7 @@ from kvjax.inference.plan import Plan, Slots, State, make_plan
 from kvjax.typing import PyTree
 from scripts import described, described_gpu, ideal, shapes, tpu_compiler
 from scripts.hlo_text import Program, nbytes_off_chip
+from scripts.records import keep
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "h100": None}  # of TPUs the topology
@@ -211,24 +210,6 @@ def beside_full(records: list[dict]) -> list[dict]:
     return found
 
 
-def with_earlier(directory: pathlib.Path, records: list[dict]) -> list[dict]:
-    """Returns records with those of other programs that summary.json has, so that a grid can be done in parts."""
-    def identity(record):
-        return tuple(record[key] for key in (*KEYS, "budget"))
-
-    path, known = directory / "summary.json", set(map(identity, records))
-    before = json.loads(path.read_text())["programs"] if path.exists() else []
-    return [one for one in before if identity(one) not in known] + records
-
-
-def keep(directory: pathlib.Path, records: list[dict], compared: list[dict]) -> None:
-    """Writes summary.json."""
-    directory.mkdir(parents=True, exist_ok=True)
-    day = datetime.date.today().isoformat()
-    content = {"day": day, "jax": jax.__version__, "programs": records, "beside_full": compared}
-    (directory / "summary.json").write_text(json.dumps(content, indent=1) + "\n")
-
-
 def place_of(chip: str) -> jax.sharding.Sharding:
     """Returns the sharding of arrays on a described chip, for whose platform JAX compiles from then on."""
     if chip == "h100":
@@ -241,6 +222,8 @@ def place_of(chip: str) -> jax.sharding.Sharding:
 
 def main(argv) -> None:
     del argv
+    if "h100" in CHIP.value and len(CHIP.value) > 1:
+        raise app.UsageError("--chips: a process compiles for TPUs or for an h100; run it again for the other")
     platform = "cuda" if CHIP.value == ["h100"] else "tpu"
     missing = tpu_compiler.install(ROOT / ".venv-tpu") if platform == "tpu" else None
     if missing:
@@ -250,31 +233,39 @@ def main(argv) -> None:
     if texts is not None:
         texts.mkdir(parents=True, exist_ok=True)
     records, failed = [], []
-    places = {chip: place_of(chip) for chip in CHIP.value}
+    places = {chip: (place_of(chip), platform) for chip in CHIP.value}
     print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}", flush=True)
     for point, names in grid():
-        where, (plan, params, state) = places[point.chip], made(point)
-        absent = set(names)
-        for case in described.cases(plan, params, state, names):
-            absent.discard(case.name)
-            try:
-                records.append(measured(point, case, plan, state, (where, platform), texts))
-            except jax.errors.JaxRuntimeError as error:
-                failed.append(f"{point} {case.name}")
-                print(f"{point} {case.name} DOES NOT COMPILE: {str(error)[:2000]}", flush=True)
-            else:
-                print(row(records[-1]), flush=True)
-        if absent:
-            print(f"{point.method} reads no chunks, so that it has no {' and '.join(sorted(absent))}")
-    records = with_earlier(pathlib.Path(OUT.value), records) if OUT.value else records
-    compared = beside_full(records)
-    for one in compared:
+        done, bad = of_point(point, names, places[point.chip], texts)
+        records += done
+        failed += bad
+        if OUT.value:
+            keep(pathlib.Path(OUT.value) / "summary.json", records, (*KEYS, "budget"),
+                 lambda every: {"beside_full": beside_full(every)})
+    for one in beside_full(records):
         print(f"{' '.join(str(one[key]) for key in KEYS)}: bytes beyond weights are {one['over_full']:.2f} of full's, "
               f"{said(one['met'])}")
-    if OUT.value:
-        keep(pathlib.Path(OUT.value), records, compared)
     if failed:
         sys.exit(f"{len(failed)} programs did not compile: " + "; ".join(failed))
+
+
+def of_point(point: Point, names, where, texts) -> tuple[list[dict], list[str]]:
+    """Compiles and prints the programs of a point; returns their records, and those that do not compile."""
+    records, failed, absent = [], [], set(names)
+    plan, params, state = made(point)
+    for case in described.cases(plan, params, state, names):
+        absent.discard(case.name)
+        try:
+            records.append(measured(point, case, plan, state, where, texts))
+        except jax.errors.JaxRuntimeError as error:
+            failed.append(f"{point} {case.name}")
+            print(f"{point} {case.name} DOES NOT COMPILE: {str(error)[:2000]}", flush=True)
+        else:
+            print(row(records[-1]), flush=True)
+    if absent:
+        print(f"{point.method} reads no chunks, so that it has no {' and '.join(sorted(absent))}")
+    jax.clear_caches()  # programs of one point after another would fill the memory
+    return records, failed
 
 
 if __name__ == "__main__":

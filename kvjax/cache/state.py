@@ -91,7 +91,7 @@ class NewToken:
 
     key: Float[Array, "*B K D"]
     value: Float[Array, "*B K D"]
-    loaded: Int32[Array, "*B K M1"]
+    loaded: Int32[Array, "*L K M1"]  # for tokens of a chunk, of which *B has an axis more, the same
     seen_pos: Int32[Array, "*B K N"]  # attended positions, -1 = none; empty unless the method observes
     seen_weight: Float[Array, "*B K N"]
     note: Any = None  # `Selection.note`; always None for tokens of a chunk

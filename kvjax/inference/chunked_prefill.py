@@ -34,9 +34,10 @@ from kvjax.inference.plan import Plan, State
 from kvjax.models.transformer import Block
 from kvjax.ops import attention, quantize
 from kvjax.ops.topk import top_blocks
-from kvjax.typing import Array, Bool, Float, Int32, Logits, PyTree
+from kvjax.typing import Array, Bool, Float, Int32, Logits, Num, PyTree
 
 VOTERS = 8  # queries of a chunk that rank blocks for its selection
+_ROWS = 2048  # rows that a chunk attends at once
 
 
 def extend(
@@ -180,9 +181,9 @@ def _read(config, plan: LayerPlan, params, cache: LayerCache, x, at, count, numb
     args = (fetched(plan, cache, chosen, slot), _folded(plan.spec, q), key, value, at, count)
     out = _unfolded(layer.each_sequence(lambda one: _attend(plan, cache.pool, learned, *one), args), size)
     x = block.apply({"params": params}, x, out, method="finish")
-    loaded = jnp.broadcast_to(chosen.need, (size, *chosen.need.shape))
     seen = jnp.zeros((size, *chosen.need.shape[:2], 0), jnp.float32)
-    new_token = NewToken(key.swapaxes(0, 1), value.swapaxes(0, 1), loaded, seen.astype(jnp.int32), seen)
+    # All tokens have loaded the same blocks, which stand here once.
+    new_token = NewToken(key.swapaxes(0, 1), value.swapaxes(0, 1), chosen.need, seen.astype(jnp.int32), seen)
     cache, slots = shared_slots.leave(cache)
     return LayerRead(x, cache, Pending(new_token, ok), chosen, slots)
 
@@ -232,15 +233,33 @@ def _attend(
     mine = at + jnp.arange(size, dtype=jnp.int32)
     own = jnp.broadcast_to(jnp.where(jnp.arange(size, dtype=jnp.int32) < count, mine, -1), (plan.spec.kv_heads, size))
     rows, rows_value, valid, pos = chosen_rows(plan, pool, found)
-    cap, scores = plan.spec.soft_cap, functools.partial(attention.scores_of_many, q, cap=plan.spec.soft_cap)
+    def part(key, value, pos, scores=None):
+        scores = attention.scores_of_many(q, key, plan.spec.soft_cap) if scores is None else scores
+        return attention.attend_masked(scores, value, _seen(plan, pos, mine))
+
     tail, made = found.state.tail, scored(plan, found, q)
-    made = scores(quantize.all_of(rows)) if made is None else attention.soft_capped(made, cap)
-    sets = [(scores(tail.key), tail.value, tail.pos),
-            (made, quantize.all_of(rows_value), jnp.where(valid, pos, -1)),
-            (scores(key.swapaxes(0, 1)), value.swapaxes(0, 1), own)]
-    parts = [attention.attend_masked(score, v, _seen(plan, p, mine)) for score, v, p in sets]
+    chosen = quantize.all_of(rows_value), jnp.where(valid, pos, -1)
+    parts = [part(tail.key, tail.value, tail.pos), part(key.swapaxes(0, 1), value.swapaxes(0, 1), own),
+             _in_steps(part, quantize.all_of(rows), *chosen) if made is None
+             else part(None, *chosen, attention.soft_capped(made, plan.spec.soft_cap))]
     learned = None if learned is None else jnp.repeat(learned, size, axis=-1)
     return attention.normalise(functools.reduce(attention.merge, parts), q.dtype, learned)
+
+
+def _in_steps(part, key: Num[Array, "K N D"], value, pos: Int32[Array, "K N"]) -> attention.Part:
+    """Returns the part over many rows, of which no more than `_ROWS` have scores in memory at once."""
+    rows = pos.shape[1]
+    if rows <= _ROWS:
+        return part(key, value, pos)
+
+    def step(i, merged):
+        start = jnp.minimum(i * _ROWS, rows - _ROWS)  # the last step begins earlier, and leaves out what was seen
+        one, its_value, its_pos = (jax.lax.dynamic_slice_in_dim(x, start, _ROWS, axis=1) for x in (key, value, pos))
+        fresh = start + jnp.arange(_ROWS, dtype=jnp.int32) >= i * _ROWS
+        return attention.merge(merged, part(one, its_value, jnp.where(fresh, its_pos, -1)))
+
+    first = part(*(x[:, :_ROWS] for x in (key, value, pos)))
+    return jax.lax.fori_loop(1, -(-rows // _ROWS), step, first)
 
 
 def _seen(plan: LayerPlan, pos: Int32[Array, "K N"], mine: Int32[Array, "Q"]) -> Bool[Array, "K Q N"]:
@@ -257,8 +276,10 @@ def _write(plan: LayerPlan, cache: LayerCache, new_token: NewToken, tokens, at, 
     """Writes the chunk's tokens one after the other; also returns their placements, for layers that follow this one."""
 
     def one(cache, step) -> tuple[LayerCache, Placement]:
-        j, new, token, placement = step
+        j, (key, value), seen, token, placement = step
+        new = NewToken(key, value, new_token.loaded, *seen)
         return write_token(plan, cache, new, at + j, ok & (j < count), number, ref, token, placement)
 
-    steps = (jnp.arange(tokens.shape[1], dtype=jnp.int32), new_token, tokens.swapaxes(0, 1), leader)
+    rows, seen = (new_token.key, new_token.value), (new_token.seen_pos, new_token.seen_weight)
+    steps = (jnp.arange(tokens.shape[1], dtype=jnp.int32), rows, seen, tokens.swapaxes(0, 1), leader)
     return jax.lax.scan(one, cache, steps)

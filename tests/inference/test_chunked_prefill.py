@@ -17,6 +17,7 @@ from kvjax.inference import decode, prefill
 from kvjax.inference.chunked_prefill import extend
 from kvjax.inference.plan import make_plan
 from kvjax.models.config import ModelConfig
+from kvjax.ops import attention
 from kvjax.store.flash.store import FlashStore
 
 MORE = (30, 17)
@@ -185,3 +186,20 @@ def test_bad_input_is_refused(params, tokens):
         extend(plan, params, state, np.zeros((2, 80), np.int32), jnp.asarray([80, 80]), 8)
     with pytest.raises(ConfigError, match="chunk=0"):
         extend(plan, params, state, following(tokens), jnp.asarray(MORE), 0)
+
+
+@pytest.mark.parametrize("rows", [17, 32, 100])
+def test_rows_are_attended_in_steps_as_at_once(monkeypatch, rows):
+    """In whole steps, with a shorter last one, and in one; some rows are empty."""
+    rng = np.random.default_rng(rows)
+    q, key, value = (jnp.asarray(rng.normal(size=(2, n, 8)), jnp.float32) for n in (6, rows, rows))
+    pos = jnp.asarray(rng.integers(-1, 5, (2, rows)), jnp.int32)
+
+    def part(key, value, pos):
+        seen = jnp.broadcast_to(pos[:, None] >= 0, (2, 6, pos.shape[1]))
+        return attention.attend_masked(attention.scores_of_many(q, key), value, seen)
+
+    expected = chunked._in_steps(part, key, value, pos)
+    monkeypatch.setattr(chunked, "_ROWS", 16)
+    found = chunked._in_steps(part, key, value, pos)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
