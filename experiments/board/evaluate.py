@@ -16,6 +16,7 @@ from tqdm import tqdm
 import kvjax
 from experiments import common, plots
 from experiments.board import depths, pictures
+from experiments.board.report import same_samples
 from experiments.results import Run
 from kvjax.eval import intervals
 from kvjax.eval.tasks import Sample, asking
@@ -159,11 +160,8 @@ def asked_for(rows: list[dict], jobs: list[tuple[str, int, str]]) -> list[dict]:
 def with_differences(rows: list[dict]) -> list[dict]:
     """Adds to each row its difference to the full cache on the same samples, of losses or of scores, and the 95 %
     interval of that if those of each text or sample are known."""
-    def same(row: dict) -> tuple:
-        return row["task"], row["context"], row["seed"], row.get("question")
-
-    full = {same(row): row for row in rows if row["method"] == "full"}
-    return [row | difference(row, full[same(row)]) if same(row) in full else row for row in rows]
+    full = {same_samples(row): row for row in rows if row["method"] == "full"}
+    return [row | difference(row, full[same_samples(row)]) if same_samples(row) in full else row for row in rows]
 
 
 def difference(row: dict, full: dict) -> dict:

@@ -2,9 +2,10 @@
 
 import html
 import io
+import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -12,7 +13,7 @@ from matplotlib.figure import Figure
 
 from experiments import plots
 from experiments.plots import Row
-from kvjax.eval.intervals import wilson
+from kvjax.eval.intervals import paired_bootstrap, wilson
 
 COLUMNS = (
     ("method", "method"), ("task", "task"), ("context", "context"), ("budget", "budget"), ("seed", "seed"),
@@ -140,9 +141,23 @@ def summarise(rows: list[Row]) -> list[Row]:
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
         groups.setdefault((row["method"], row["budget"], row.get("question")), []).append(row)
+    full = {same_samples(row): row for row in rows if row["method"] == "full"}
     return [{"method": method, "budget": budget, "question": question, **{key: mean(group, key) for key in keys},
-             "interval": _together(group)}
+             "interval": _together(group), "delta_accuracy_interval": _beside(group, full)}
             for (method, budget, question), group in groups.items()]
+
+
+def same_samples(row: Row) -> tuple:
+    """Returns what cells of the same samples have in common."""
+    return row["task"], row["context"], row["seed"], row.get("question")
+
+
+def _beside(group: Sequence[Row], full: Mapping[tuple, Row]) -> tuple[float, float] | None:
+    """Returns the paired bootstrap's interval of the scores of several cells over those of the full cache; None if
+    there are none."""
+    pairs = [(row["scores"], full[same_samples(row)]["scores"]) for row in group
+             if row.get("delta_accuracy") is not None]
+    return paired_bootstrap(*map(list, map(itertools.chain.from_iterable, zip(*pairs, strict=True)))) if pairs else None
 
 
 def _together(rows: Sequence[Row]) -> tuple[float, float] | None:

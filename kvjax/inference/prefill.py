@@ -23,6 +23,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.mesh import MeshLayout
 from kvjax.models.transformer import Block
 from kvjax.ops import attention
+from kvjax.ops.weights import QuantisedMatrix
 from kvjax.store import interface
 from kvjax.store.interface import as_stored
 from kvjax.typing import Array, Float, Int32, PyTree, pytree
@@ -254,7 +255,14 @@ def _read_layer_on_mesh(layout: MeshLayout, config, size, params, x):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _read_layer(config, size, params, x):
-    """Applies one layer to whole prompts x[B, T, E]; returns the next hidden states, keys and values."""
+    """Applies one layer to whole prompts x[B, T, E]; returns the next hidden states, keys and values.
+
+    XLA:CPU computes nothing in bfloat16, but widens each operand and rounds each result, which takes longer than the
+    products. So there a layer is widened once, unless it has experts, and its results are rounded.
+    """
+    if jax.default_backend() == "cpu" and x.dtype == jnp.bfloat16 and config.experts is None:
+        wide = jax.tree.map(_widened, (params, x), is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix))
+        return jax.tree.map(lambda leaf: leaf.astype(x.dtype), _read_layer(config, size, *wide))
     block, length = Block(config), x.shape[1]
     starts = jnp.arange(0, length, size, dtype=jnp.int32)
 
@@ -273,6 +281,11 @@ def _read_layer(config, size, params, x):
         return jax.lax.map(chunk, starts).reshape(x.shape), key, value
 
     return jax.lax.map(one, x)
+
+
+def _widened(leaf):
+    """Returns an array in bfloat16 as f32, others and matrices in few bits as they are."""
+    return leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 and isinstance(leaf, jax.Array) else leaf
 
 
 def _sample_queries(plan: Plan, i: int, branch, params, x, length):

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax._src import source_info_util
 
@@ -70,3 +71,14 @@ def test_no_product_is_left_to_the_device(name, dtype):
     for program in state_of(make_plan(CONFIG, METHODS[name], 2, CAPACITY), params):
         assert list(products(program))
         assert inexact(program) == set()
+
+
+def test_a_layer_in_bfloat16_rounds_what_it_returns_alone():
+    """Within half a unit in the last place of the same layer in f32, which roundings between would exceed."""
+    config, size = CONFIG.layers[0], 16
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), make_params(sharper=1)["layers_0"])
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 32, config.hidden_size)), jnp.bfloat16)
+    exact_layer = prefill._read_layer(config, size, *jax.tree.map(lambda leaf: leaf.astype(jnp.float32), (params, x)))
+    for found, expected in zip(prefill._read_layer(config, size, params, x), exact_layer, strict=True):
+        assert found.dtype == jnp.bfloat16
+        np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=2**-8, atol=1e-6)

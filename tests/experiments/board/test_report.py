@@ -6,8 +6,9 @@ import re
 import pytest
 
 from experiments.board import report
+from experiments.board.evaluate import with_differences
 from kvjax import METHODS
-from kvjax.eval.intervals import wilson
+from kvjax.eval.intervals import paired_bootstrap, wilson
 
 VOID = ("meta", "br", "hr", "img", "input", "link")
 
@@ -147,3 +148,15 @@ def test_a_board_without_answers_has_tables_alone():
     page = report.page("board", {}, [{key: value for key, value in cells("quest", 64, 0.5)[1].items()
                                       if key != "bytes_read_per_token"}])
     assert Reader(page).pictures == [] and Reader(page).tables[0][0][0] == "quest"
+
+
+def test_differences_of_several_tasks_are_of_their_samples_together():
+    full, other = {"a": [1.0, 1.0], "b": [1.0, 0.0]}, {"a": [1.0, 0.0], "b": [0.0, 0.0]}
+    rows = with_differences([
+        {"method": method, "budget": budget, "task": task, "context": 64, "seed": 0, "accuracy": sum(scores) / 2,
+         "samples": 2, "scores": scores}
+        for method, budget, given in (("full", None, full), ("quest", 64, other)) for task, scores in given.items()])
+    first, second = report.summarise(rows)
+    assert first["delta_accuracy_interval"] is None
+    assert second["delta_accuracy"] == -0.5
+    assert second["delta_accuracy_interval"] == paired_bootstrap([1, 0, 0, 0], [1, 1, 1, 0])
