@@ -159,4 +159,4 @@ def test_differences_of_several_tasks_are_of_their_samples_together():
     first, second = report.summarise(rows)
     assert first["delta_accuracy_interval"] is None
     assert second["delta_accuracy"] == -0.5
-    assert second["delta_accuracy_interval"] == paired_bootstrap([1, 0, 0, 0], [1, 1, 1, 0])
+    assert second["delta_accuracy_interval"] == paired_bootstrap([1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0])
