@@ -232,17 +232,18 @@ def main(argv) -> None:
     texts = None if TEXT.value is None else pathlib.Path(TEXT.value)
     if texts is not None:
         texts.mkdir(parents=True, exist_ok=True)
-    records, failed = [], []
+    records, every, failed = [], [], []
     places = {chip: (place_of(chip), platform) for chip in CHIP.value}
     print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}", flush=True)
     for point, names in grid():
         done, bad = of_point(point, names, places[point.chip], texts)
         records += done
         failed += bad
+        every = records
         if OUT.value:
-            keep(pathlib.Path(OUT.value) / "summary.json", records, (*KEYS, "budget"),
-                 lambda every: {"beside_full": beside_full(every)})
-    for one in beside_full(records):
+            every = keep(pathlib.Path(OUT.value) / "summary.json", records, (*KEYS, "budget"),
+                         lambda every: {"beside_full": beside_full(every)})
+    for one in beside_full(every):
         print(f"{' '.join(str(one[key]) for key in KEYS)}: bytes beyond weights are {one['over_full']:.2f} of full's, "
               f"{said(one['met'])}")
     if failed:

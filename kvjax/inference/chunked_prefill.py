@@ -233,6 +233,7 @@ def _attend(
     mine = at + jnp.arange(size, dtype=jnp.int32)
     own = jnp.broadcast_to(jnp.where(jnp.arange(size, dtype=jnp.int32) < count, mine, -1), (plan.spec.kv_heads, size))
     rows, rows_value, valid, pos = chosen_rows(plan, pool, found)
+
     def part(key, value, pos, scores=None):
         scores = attention.scores_of_many(q, key, plan.spec.soft_cap) if scores is None else scores
         return attention.attend_masked(scores, value, _seen(plan, pos, mine))
