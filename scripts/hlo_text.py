@@ -248,6 +248,9 @@ class Program:
         told = re.search(r'bytes_accessed\\*"\s*:\s*\\*"?(\d+)', instruction.rest)
         if opcode == "custom-call" and told:
             return int(told[1])
+        each = re.search(r'bytes_accessed_by_each\\22: \\22(\d+)', instruction.rest)
+        if each:  # a kernel by Triton, whose attributes have the numbers of its programs
+            return int(each[1]) * math.prod(map(int, re.findall(r"grid_[xyz] = (\d+)", instruction.rest)))
         if opcode == "copy-start":
             return sum(map(size, result[:2]))
         operands = [size(around[name].shape) if name in around else 0 for name in instruction.operands]

@@ -18,7 +18,7 @@ from kvjax.ops import kernels
 from kvjax.ops.barriers import computed_once
 from kvjax.ops.kernels import tiles
 from kvjax.ops.precise import einsum
-from kvjax.ops.quantize import Packed, Scattered, Smoothing, pack, unpack
+from kvjax.ops.quantize import BITS, Packed, Scattered, Smoothing, pack, unpack
 from kvjax.typing import Array, Bool, Float, Int32, Num, pytree
 
 _FOUR = 4  # queries that the kernel takes at a time: it needs a multiple of them per KV head
@@ -162,7 +162,10 @@ def attend_part(
     # The kernel needs one type for both; keys computed by a method may be wider than values.
     alike = str(key.dtype) == str(value.dtype) and valid.ndim == 2
     alike &= reads_in_place(str(value.dtype), cap)
-    if not isinstance(key, Packed) and not isinstance(value, Packed) and alike:
+    if alike and _by_triton():
+        if _in_reach(key) and _in_reach(value):
+            return attend_scattered(q, key, value, valid, bias, cap)
+    elif alike and not isinstance(key, Packed) and not isinstance(value, Packed):
         return _attend_in_place(q, _where_it_lies(key), _where_it_lies(value), valid, bias)
     return attend_scores(scores_of(q, key, valid, bias, cap), value, valid)
 
@@ -210,10 +213,39 @@ def attend_blocks(
     return Part(*(x.reshape(*heads, *x.shape[1:]) for x in found))
 
 
+def attend_scattered(
+    q: Float[Array, "K G D"], key: Scattered, value: Scattered, valid: Bool[Array, "K N"],
+    bias: Float[Array, "K G N"] | None = None, cap: float | None = None,
+) -> Part:
+    """Attends like `attend_part`, reading each row once from its place in the pool.
+
+    This is `kvjax.ops.kernels.scattered_attention`, compiled for a GPU and interpreted elsewhere, for tests.
+    """
+    from kvjax.ops.kernels import scattered_attention  # takes a while to import, and others than GPUs do without
+
+    bias = jnp.where(valid[:, None], 0.0 if bias is None else bias, NEGATIVE)
+    out, tops, totals = scattered_attention.attend(q, key, value, bias, cap)
+    top = jnp.max(tops, axis=1)
+    weight = jnp.exp(tops - top[:, None])
+    return Part(jnp.sum(out * weight[..., None], axis=1), top, jnp.sum(totals * weight, axis=1))
+
+
 def reads_in_place(dtype: str, cap: float | None = None) -> bool:
-    """Returns whether a compiled kernel can read scattered rows of this type in place; it needs the CPU backend, and
-    caps no scores."""
+    """Returns whether a kernel reads scattered rows of this type in place: one for GPUs, or a compiled one on CPU,
+    which caps no scores."""
+    if _by_triton():
+        return dtype in ("float32", "bfloat16", *BITS)
     return cap is None and kernels.COMPILED and dtype in ("float32", "bfloat16") and jax.default_backend() == "cpu"
+
+
+def _by_triton() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def _in_reach(rows: Array | Packed | Scattered) -> bool:
+    """Returns whether a kernel by Triton reads rows in place: those of a pool, if it finds all of them. Pallas takes
+    signed offsets of 32 bits for arrays of up to 4 GiB (0.10.2), too short where that many are numbers of a byte."""
+    return isinstance(rows, Scattered) and not (rows.dtype in BITS and 2**31 < rows.pool.size <= 2**32)
 
 
 def _where_it_lies(rows: Num[Array, "K N D"] | Scattered) -> Scattered:

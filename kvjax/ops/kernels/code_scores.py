@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kvjax.ops.kernels import tiles
-from kvjax.ops.kernels.selected_attention import in_bfloat16
+from kvjax.ops.kernels.bits import in_bfloat16
 from kvjax.typing import Array, Float, UInt
 
 _STEP = 1024  # keys scored at once

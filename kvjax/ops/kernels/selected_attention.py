@@ -22,6 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kvjax.ops import quantize
 from kvjax.ops.kernels import NEGATIVE, tiles
+from kvjax.ops.kernels.bits import from_f16, in_bfloat16
 from kvjax.ops.kernels.pool_access import IN_PLACE, off_chip, piece_rows
 from kvjax.ops.kernels.tiles import LANES, SUBLANES
 from kvjax.ops.quantize import Smoothing
@@ -222,16 +223,6 @@ def _products(vectors, rows, axis: int):
     return first + (second + third)
 
 
-def in_bfloat16(x) -> list:
-    """Splits f32 numbers into three of bfloat16 that sum to them; by their bits, as Mosaic has no reduce_precision."""
-    parts = []
-    for _ in range(3):
-        bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
-        parts.append(jax.lax.bitcast_convert_type(bits, jnp.float32))
-        x = x - parts[-1]
-    return [part.astype(jnp.bfloat16) for part in parts]
-
-
 def _unpacked(rows, dtype: str, key_width: int) -> list:
     """Returns rows as numbers: one array, or for int4 those in the lower and in the upper half of each byte.
 
@@ -246,7 +237,7 @@ def _unpacked(rows, dtype: str, key_width: int) -> list:
     lane = jax.lax.broadcasted_iota(jnp.int32, byte.shape, 1)
 
     def half_float(end):
-        return _from_f16(byte[:, end - 2 : end - 1] | byte[:, end - 1 : end] << 8)
+        return from_f16(byte[:, end - 2 : end - 1] | byte[:, end - 1 : end] << 8)
 
     of_value = lane >= key_width
     low = jnp.where(of_value, half_float(2 * key_width - 2), half_float(key_width - 2))
@@ -255,11 +246,3 @@ def _unpacked(rows, dtype: str, key_width: int) -> list:
     codes = [byte] if dtype == "int8" else [byte & 15, byte >> 4]
     flag = lane == key_width - quantize.width(dtype, 0)  # the range alone
     return [jnp.where(flag, shifted, low + step * code.astype(jnp.float32)) for code in codes]
-
-
-def _from_f16(bits):
-    """Returns the numbers with these bits (int32) as f16; finite ones only."""
-    exponent, fraction = bits >> 10 & 31, bits & 1023
-    normal = jax.lax.bitcast_convert_type(exponent + 112 << 23 | fraction << 13, jnp.float32)
-    size = jnp.where(exponent == 0, fraction.astype(jnp.float32) * 2.0**-24, normal)
-    return jnp.where(bits >> 15 == 1, -size, size)
