@@ -243,9 +243,12 @@ def _by_triton() -> bool:
 
 
 def _in_reach(rows: Array | Packed | Scattered) -> bool:
-    """Returns whether a kernel by Triton reads rows in place: those of a pool, if it finds all of them. Pallas takes
-    signed offsets of 32 bits for arrays of up to 4 GiB (0.10.2), too short where that many are numbers of a byte."""
-    return isinstance(rows, Scattered) and not (rows.dtype in BITS and 2**31 < rows.pool.size <= 2**32)
+    """Returns whether a kernel by Triton reads rows in place: those of a pool, if there are any and it finds all of it.
+    Pallas takes signed offsets of 32 bits for arrays of up to 4 GiB (0.10.2), too short for so many numbers of a byte.
+    """
+    if not isinstance(rows, Scattered) or rows.index.shape[-1] == 0:
+        return False
+    return rows.dtype not in BITS or not 2**31 < rows.pool.size <= 2**32
 
 
 def _where_it_lies(rows: Num[Array, "K N D"] | Scattered) -> Scattered:
@@ -361,9 +364,15 @@ def causal_at_once(
     Arguments are as those of `causal`.
 
     Returns:
-      The attention output in the type of `q`; None where `causal` is to be used: on other platforms than TPUs, and for
-      prompts that fill no whole tiles.
+      The attention output in the type of `q`; None where `causal` is to be used: on CPU, for what cuDNN does not
+      compute on a GPU, and for prompts that fill no whole tiles on a TPU.
     """
+    if cap is None and sink_logits is None and _by_cudnn(str(q.dtype), q.shape[-1]):
+        tokens, heads, group, size = q.shape
+        return jax.nn.dot_product_attention(
+            q.reshape(tokens, heads * group, size), key.astype(q.dtype), value.astype(q.dtype), is_causal=True,
+            local_window_size=None if window is None else (window - 1, 0), implementation="cudnn",
+        ).reshape(q.shape)
     if not tiles.wanted():
         return None
     from kvjax.ops.kernels import prompt_attention  # imports Pallas, which takes a while
@@ -371,6 +380,14 @@ def causal_at_once(
     if not prompt_attention.serves(q.shape[0]):
         return None
     return prompt_attention.attend(q, key, value, window, cap, sink_logits)
+
+
+def _by_cudnn(dtype: str, size: int) -> bool:
+    """Returns whether cuDNN attends vectors of `size` numbers here: NVIDIA's GPUs from Ampere on, in 16 bits."""
+    if jax.default_backend() != "gpu" or dtype not in ("bfloat16", "float16") or size % 8:
+        return False
+    found = kernels.capability()
+    return found >= (8, 0) and size <= (256 if found >= (9, 0) else 128)
 
 
 def scores_of_many(

@@ -1,5 +1,7 @@
 """Splash attention of whole prompts, in the interpreter, against the chunked attention in XLA operations."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,3 +83,36 @@ def test_a_layer_reads_a_prompt_as_on_other_platforms(monkeypatch):
     monkeypatch.setattr(tiles, "wanted", lambda: True)
     found = jax.jit(prefill._read_layer.__wrapped__, static_argnums=(0, 1))(config, 64, params, x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, expected)
+
+
+# GPUs ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, 7, 1000])
+def test_prompts_that_cudnn_reads(window, monkeypatch):
+    """What it is asked for, computed by XLA."""
+    rng, asked, attend = np.random.default_rng(0), [], jax.nn.dot_product_attention
+    q, *rows = (jnp.asarray(rng.normal(size=(64, 2, *shape)), jnp.bfloat16) for shape in ((3, 16), (16,), (16,)))
+    expected = attention.causal(q, *rows, jnp.int32(0), 16, window)
+
+    def instead(*args, implementation, **options):
+        asked.append(implementation)
+        return attend(*args, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", instead)
+    monkeypatch.setattr(attention, "_by_cudnn", lambda dtype, size: True)
+    found = attention.causal_at_once(q, *rows, window)
+    assert asked == ["cudnn"] and found.dtype == q.dtype
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (found, expected)), atol=3e-2)
+    for more in ({"cap": 2.0}, {"sink_logits": jnp.zeros((2, 3))}):
+        assert attention.causal_at_once(q, *rows, window, **more) is None
+
+
+@pytest.mark.parametrize(("capability", "dtype", "size", "served"), [
+    ("9.0", "bfloat16", 256, True), ("8.0", "bfloat16", 256, False), ("8.0", "float16", 128, True),
+    ("7.5", "bfloat16", 64, False), ("10.0", "float32", 64, False), ("10.0", "bfloat16", 100, False),
+    ("gfx942", "bfloat16", 64, False)])
+def test_what_cudnn_computes(capability, dtype, size, served, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(compute_capability=capability)])
+    assert attention._by_cudnn(dtype, size) == served

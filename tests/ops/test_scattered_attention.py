@@ -163,6 +163,13 @@ def test_bytes_beyond_32_bits_are_left_to_xla(rows, dtype, served):
     assert found == [served]
 
 
+def test_no_rows_are_left_to_xla():
+    q, key, value, valid, _ = Case().drawn()
+    none = [dataclasses.replace(x, index=x.index[:, :0]) for x in (key, value)]
+    assert not attention._in_reach(none[0])
+    assert not attention.attend_part(q, *none, valid[:, :0]).total.any()
+
+
 @pytest.mark.parametrize(("name", "dtype"), [("full", "float32"), ("quest", "int8"), ("dynakv", "bfloat16")])
 def test_methods_decode_as_by_xla(name, dtype, monkeypatch):
     """Numbers of blocks, more than these small methods need, differ so that neither takes programs of the other."""

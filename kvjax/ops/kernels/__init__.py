@@ -20,7 +20,7 @@ runs on other platforms, and where the kernels were not built for want of GCC 12
   - `assign`: block[KB, NS], keys[KB, NS, P], need[KB, M], NB to slot[KB, M], read[KB, M], new[KB, NS], pinned[KB, NS],
     as in `kvjax.cache.residency`; exact.
 
-Kernels for TPUs are Pallas's, each in a module of its own beside this.
+Kernels for TPUs and GPUs are Pallas's, each in a module of its own beside this.
 
 Rows are f32, or bfloat16 as uint16; codes of keys are uint8 and their queries int8; indices are int32 and clipped;
 other integers are int32, masks boolean, and all else f32. Kernels have no derivatives.
@@ -87,6 +87,12 @@ def register(module: Any, names: tuple[str, ...]) -> bool:
 
 _compiled = _native.load("kvjax.ops.kernels._compiled")
 COMPILED = register(_compiled, NAMES)
+
+
+def capability() -> tuple[int, ...]:
+    """Returns NVIDIA's compute capability of the device, such as (9, 0); (0, 0) of devices of others."""
+    told = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(jax.local_devices()[0], "compute_capability", "")))
+    return tuple(map(int, told.groups())) if told else (0, 0)
 
 
 def on_cpu(name: str, result: Any, otherwise: Callable[..., Any], *operands: Array) -> Any:
