@@ -18,7 +18,7 @@ from experiments.rle.autoencoder import Autoencoder
 from kvjax.inference.blocks import sink_logits
 from kvjax.models.config import ModelConfig
 from kvjax.models.transformer import Block, Transformer
-from kvjax.ops import attention, lowbit, rotary, runs
+from kvjax.ops import causal, lowbit, rotary, runs
 from kvjax.ops.runs import Tolerance
 from kvjax.typing import Array, Bool, Float, Int32, PyTree, pytree
 
@@ -151,7 +151,7 @@ def _layer(config: ModelConfig, recoding, params: PyTree, x: Float[Array, "T E"]
     _, key, value = model.apply({"params": params}, x, position * 0, method="project")  # position 0 rotates nothing
     q = model.apply({"params": params}, x, position, method="queries")
     q = q.reshape(tokens, config.num_kv_heads, config.group, config.head_dim)
-    out = attention.causal(
+    out = causal.in_chunks(
         q, recoding(config, layer, key), value, jnp.int32(0), _BLOCK, config.window, config.soft_cap,
         sink_logits(config, params),
     )

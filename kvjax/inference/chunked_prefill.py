@@ -32,7 +32,7 @@ from kvjax.inference.decode import LayerRead, Pending
 from kvjax.inference.layer_offload import LayerLoader
 from kvjax.inference.plan import Plan, State
 from kvjax.models.transformer import Block
-from kvjax.ops import attention, quantize
+from kvjax.ops import attention, causal, quantize
 from kvjax.ops.topk import top_blocks
 from kvjax.typing import Array, Bool, Float, Int32, Logits, Num, PyTree
 
@@ -235,8 +235,8 @@ def _attend(
     rows, rows_value, valid, pos = chosen_rows(plan, pool, found)
 
     def part(key, value, pos, scores=None):
-        scores = attention.scores_of_many(q, key, plan.spec.soft_cap) if scores is None else scores
-        return attention.attend_masked(scores, value, _seen(plan, pos, mine))
+        scores = causal.scores_of_many(q, key, plan.spec.soft_cap) if scores is None else scores
+        return causal.attend_masked(scores, value, _seen(plan, pos, mine))
 
     tail, made = found.state.tail, scored(plan, found, q)
     chosen = quantize.all_of(rows_value), jnp.where(valid, pos, -1)

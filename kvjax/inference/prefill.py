@@ -22,7 +22,7 @@ from kvjax.inference.plan import Plan, Slots, State, on_store, outline, slot_poo
 from kvjax.models.config import ModelConfig
 from kvjax.models.mesh import MeshLayout
 from kvjax.models.transformer import Block
-from kvjax.ops import attention
+from kvjax.ops import causal
 from kvjax.ops.weights import QuantisedMatrix
 from kvjax.store import interface
 from kvjax.store.interface import as_stored
@@ -270,11 +270,11 @@ def _read_layer(config, size, params, x):
         q, key, value = block.apply({"params": params}, x, jnp.arange(length, dtype=jnp.int32), method="project")
         q = q.reshape(length, config.num_kv_heads, config.group, config.head_dim)
         options = config.window, config.soft_cap, sink_logits(config, params)
-        whole = attention.causal_at_once(q, key, value, *options)
+        whole = causal.at_once(q, key, value, *options)
 
         def chunk(start):
             part = jax.lax.dynamic_slice_in_dim(q if whole is None else whole, start, size)
-            out = attention.causal(part, key, value, start, size, *options) if whole is None else part
+            out = causal.in_chunks(part, key, value, start, size, *options) if whole is None else part
             rows = jax.lax.dynamic_slice_in_dim(x, start, size)
             return block.apply({"params": params}, rows, out.reshape(size, -1, config.head_dim), method="finish")
 

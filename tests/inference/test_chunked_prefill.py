@@ -17,7 +17,7 @@ from kvjax.inference import decode, prefill
 from kvjax.inference.chunked_prefill import extend
 from kvjax.inference.plan import make_plan
 from kvjax.models.config import ModelConfig
-from kvjax.ops import attention
+from kvjax.ops import causal
 from kvjax.store.flash.store import FlashStore
 
 MORE = (30, 17)
@@ -197,7 +197,7 @@ def test_rows_are_attended_in_steps_as_at_once(monkeypatch, rows):
 
     def part(key, value, pos):
         seen = jnp.broadcast_to(pos[:, None] >= 0, (2, 6, pos.shape[1]))
-        return attention.attend_masked(attention.scores_of_many(q, key), value, seen)
+        return causal.attend_masked(causal.scores_of_many(q, key), value, seen)
 
     expected = chunked._in_steps(part, key, value, pos)
     monkeypatch.setattr(chunked, "_ROWS", 16)

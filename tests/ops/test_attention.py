@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.special import softmax
 
 from kvjax.errors import ConfigError
-from kvjax.ops import attention
+from kvjax.ops import attention, causal
 from kvjax.ops.topk import AGGREGATIONS, aggregate
 
 HEADS, GROUP, SIZE, TOKENS, PARTS = 2, 3, 8, 24, 5
@@ -137,7 +137,7 @@ def test_rows_in_bf16_are_not_widened_before_they_are_attended():
 # Causal attention in chunks -----------------------------------------------------------------------
 
 LENGTH, QUERIES = 48, 16
-_causal = jax.jit(attention.causal, static_argnums=(4, 5))
+_causal = jax.jit(causal.in_chunks, static_argnums=(4, 5))
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 100])
@@ -160,7 +160,7 @@ def test_causal_equals_dense_attention_from_every_start(chunk, window):
 def test_keys_that_are_not_whole_chunks_are_refused():
     q, key = np.zeros((4, HEADS, GROUP, SIZE), np.float32), np.zeros((10, HEADS, SIZE), np.float32)
     with pytest.raises(ConfigError, match="10 keys"):
-        attention.causal(q, key, key, jnp.int32(0), 4, None)
+        causal.in_chunks(q, key, key, jnp.int32(0), 4, None)
 
 
 # Aggregation over the query heads of a KV head ----------------------------------------------------

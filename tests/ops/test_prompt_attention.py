@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 from kvjax.inference import prefill
-from kvjax.ops import attention
+from kvjax.ops import causal
 from kvjax.ops.kernels import prompt_attention, tiles
 
 HEADS = 2
@@ -27,7 +27,7 @@ def both(tokens=256, size=64, group=2, dtype=jnp.float32, window=None, cap=None,
     found = jax.jit(prompt_attention.attend, static_argnums=(3, 4))(q, key, value, window, cap, learned)
     start, at_once = jnp.int32(0), 64
     assert found.dtype == dtype
-    return found, attention.causal(q, key, value, start, at_once, window, cap, learned)
+    return found, causal.in_chunks(q, key, value, start, at_once, window, cap, learned)
 
 
 def check(**case):
@@ -68,12 +68,12 @@ def test_bfloat16_agrees_within_its_rounding():
 def test_only_whole_tiles_are_taken(tokens, served, monkeypatch):
     monkeypatch.setattr(tiles, "wanted", lambda: True)
     q, key = jnp.ones((tokens, 1, 1, 8)), jnp.ones((tokens, 1, 8))
-    found = jax.eval_shape(lambda: attention.causal_at_once(q, key, key, None))
+    found = jax.eval_shape(lambda: causal.at_once(q, key, key, None))
     assert (found is not None) == served
 
 
 def test_other_platforms_take_the_chunks():
-    assert attention.causal_at_once(jnp.ones((128, 1, 1, 8)), *(jnp.ones((128, 1, 8)),) * 2, None) is None
+    assert causal.at_once(jnp.ones((128, 1, 1, 8)), *(jnp.ones((128, 1, 8)),) * 2, None) is None
 
 
 def test_a_layer_reads_a_prompt_as_on_other_platforms(monkeypatch):
@@ -93,19 +93,19 @@ def test_prompts_that_cudnn_reads(window, monkeypatch):
     """What it is asked for, computed by XLA."""
     rng, asked, attend = np.random.default_rng(0), [], jax.nn.dot_product_attention
     q, *rows = (jnp.asarray(rng.normal(size=(64, 2, *shape)), jnp.bfloat16) for shape in ((3, 16), (16,), (16,)))
-    expected = attention.causal(q, *rows, jnp.int32(0), 16, window)
+    expected = causal.in_chunks(q, *rows, jnp.int32(0), 16, window)
 
     def instead(*args, implementation, **options):
         asked.append(implementation)
         return attend(*args, implementation="xla", **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", instead)
-    monkeypatch.setattr(attention, "_by_cudnn", lambda dtype, size: True)
-    found = attention.causal_at_once(q, *rows, window)
+    monkeypatch.setattr(causal, "_by_cudnn", lambda dtype, size: True)
+    found = causal.at_once(q, *rows, window)
     assert asked == ["cudnn"] and found.dtype == q.dtype
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (found, expected)), atol=3e-2)
     for more in ({"cap": 2.0}, {"sink_logits": jnp.zeros((2, 3))}):
-        assert attention.causal_at_once(q, *rows, window, **more) is None
+        assert causal.at_once(q, *rows, window, **more) is None
 
 
 @pytest.mark.parametrize(("capability", "dtype", "size", "served"), [
@@ -115,4 +115,4 @@ def test_prompts_that_cudnn_reads(window, monkeypatch):
 def test_what_cudnn_computes(capability, dtype, size, served, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(compute_capability=capability)])
-    assert attention._by_cudnn(dtype, size) == served
+    assert causal._by_cudnn(dtype, size) == served

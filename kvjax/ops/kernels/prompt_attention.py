@@ -28,7 +28,7 @@ def attend(
     q: Float[Array, "T K G D"], key: Float[Array, "T K D"], value: Float[Array, "T K D"], window: int | None,
     cap: float | None, sink_logits: Float[Array, "K G"] | None,
 ) -> Float[Array, "T K G D"]:
-    """Computes causal attention of a whole prompt; arguments are as those of `kvjax.ops.attention.causal`.
+    """Computes causal attention of a whole prompt; arguments are as those of `kvjax.ops.causal.in_chunks`.
 
     Scores and sums are f32. In bfloat16 the scaled queries are rounded to it, and weights before they meet values.
     """
