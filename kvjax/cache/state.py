@@ -25,9 +25,8 @@ from kvjax.cache.method import (
     WindowEviction,
     position_in_order,
 )
+from kvjax.ops import indexing
 from kvjax.ops.barriers import computed_once, exists, written_out
-from kvjax.ops.indexing import column, with_column
-from kvjax.ops.kernels import tiles
 from kvjax.ops.quantize import Smoothing
 from kvjax.typing import Array, Bool, Float, Int32, Num, UInt, pytree
 
@@ -229,16 +228,10 @@ def book(spec: Spec, layer: LayerState, placement: Placement, key, value, length
     )
     table, pos = jnp.arange(spec.tables, dtype=jnp.int32)[:, None], jnp.arange(key.shape[0], dtype=jnp.int32)
     block, row = placement.block[: spec.tables], placement.row[: spec.tables]
-    layer = _entered(spec, dataclasses.replace(layer, tail=tail), table, block, row, pos)
+    if not spec.in_order:
+        layer = dataclasses.replace(layer, positions=layer.positions.at[table, block, row].set(pos, mode="drop"))
     counts = layer.counts.at[table, block].add(row < spec.block_rows, mode="drop")
-    return dataclasses.replace(layer, counts=counts)
-
-
-def _entered(spec: Spec, layer: LayerState, table, block, row, pos) -> LayerState:
-    """Records the positions of tokens in their rows; block NB = nowhere."""
-    if spec.in_order:
-        return layer
-    return dataclasses.replace(layer, positions=layer.positions.at[table, block, row].set(pos, mode="drop"))
+    return dataclasses.replace(layer, tail=tail, counts=counts)
 
 
 def table_of(spec: Spec) -> Int32[Array, "K"]:
@@ -367,12 +360,9 @@ def place(
     table, target, row = jnp.arange(spec.tables, dtype=jnp.int32), block[: spec.tables], placement.row[: spec.tables]
     # Valid rows are a prefix. A read of `positions`, which is not ordered before the write, makes XLA:CPU copy it.
     free = row >= layer.counts[table, jnp.minimum(target, spec.num_blocks - 1)]
-    if tiles.wanted() and not spec.in_order:
-        entered = jnp.where(jnp.arange(spec.block_rows, dtype=jnp.int32) == row[:, None], evicted.pos,
-                            _of_blocks(layer.positions, target))
-        layer = dataclasses.replace(layer, positions=_with_blocks(layer.positions, target[:, None], entered[:, None]))
-    else:
-        layer = _entered(spec, layer, table, target, row, evicted.pos)
+    if not spec.in_order:
+        positions = indexing.with_number(layer.positions, target, row, evicted.pos)
+        layer = dataclasses.replace(layer, positions=positions)
     layer = dataclasses.replace(layer, counts=layer.counts.at[table, target].add(free, mode="drop"))
     if spec.held:
         layer = _hold(spec, layer, placement.block, held, evicted, value)
@@ -411,32 +401,8 @@ def due_positions(spec: Spec, layer: LayerState, due: Int32[Array, "K P"]) -> In
 
 
 def _rows_due(spec: Spec, layer: LayerState, block: Int32[Array, "K"]) -> Int32[Array, "K C"]:
-    rows = _of_blocks(layer.positions, block)  # adaptive: KT = K
+    rows = indexing.row(layer.positions, block)  # adaptive: KT = K
     return jnp.where((block < spec.num_blocks)[:, None], rows, -1)
-
-
-def _of_blocks(positions: Int32[Array, "KT NB C"], block: Int32[Array, "KT"]) -> Int32[Array, "KT C"]:
-    """Returns the positions of one block of each table, the last one where there is none.
-
-    A TPU's memory has blocks on the last axis, as they are more than their rows; here and below.
-    """
-    if tiles.wanted():
-        return column(positions.swapaxes(1, 2), block)
-    table = jnp.arange(positions.shape[0], dtype=jnp.int32)
-    return positions[table, jnp.minimum(block, positions.shape[1] - 1)]
-
-
-def _with_blocks(
-    positions: Int32[Array, "KT NB C"], block: Int32[Array, "KT E"], pos: Int32[Array, "KT E C"]
-) -> Int32[Array, "KT NB C"]:
-    """Returns the tables with the positions of some blocks of each replaced; block NB is none."""
-    if not tiles.wanted():
-        table = jnp.arange(positions.shape[0], dtype=jnp.int32)[:, None]
-        return positions.at[table, block].set(pos, mode="drop")
-    by_row = positions.swapaxes(1, 2)
-    for e in range(block.shape[1]):
-        by_row = with_column(by_row, block[:, e], pos[:, e])
-    return by_row.swapaxes(1, 2)
 
 
 def apply_edits(spec: Spec, layer: LayerState, edits: Edits, pos: Int32[Array, "K CU"]) -> LayerState:
@@ -463,7 +429,7 @@ def apply_edits(spec: Spec, layer: LayerState, edits: Edits, pos: Int32[Array, "
         held_block=jnp.where(freed, spec.num_blocks, layer.tail.held_block),
     )
     return dataclasses.replace(
-        layer, tail=tail, positions=_with_blocks(layer.positions, edits.dst, moved),
+        layer, tail=tail, positions=indexing.with_rows(layer.positions, edits.dst, moved),
         counts=layer.counts.at[head, edits.dst].set(
             jnp.sum(taken, axis=-1, dtype=layer.counts.dtype), mode="drop"
         ),

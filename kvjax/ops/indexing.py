@@ -50,6 +50,16 @@ def column(x: Num[Array, "*L R N"], at: Int32[Array, "*L"]) -> Num[Array, "*L R"
     return x.at[(*leading, slice(None), at)].get(mode="clip")
 
 
+def row(x: Num[Array, "*L R N"], at: Int32[Array, "*L"]) -> Num[Array, "*L N"]:
+    """Returns a row of each matrix, the last one where the number is too large; as `with_row` replaces one."""
+    if tiles.wanted() and x.shape[-1] % tiles.LANES:
+        return column(x.swapaxes(-1, -2), at)
+    if tiles.wanted():
+        return _line(1)(x, at)
+    leading = jnp.indices(at.shape, jnp.int32, sparse=True)
+    return x.at[(*leading, at)].get(mode="clip")
+
+
 def with_columns(x: Num[Array, "R N"], at: Int32[Array, "*E"], new: Num[Array, "*E R"]) -> Num[Array, "R N"]:
     """Returns a matrix with some columns replaced, no two alike, in the same way; column N is none."""
     if not tiles.wanted():
@@ -70,6 +80,25 @@ def with_row(x: Num[Array, "*L R N"], at: Int32[Array, "*L"], new: Num[Array, "*
         return _with_line("set", 1)(x, at, new)
     leading = jnp.indices(at.shape, jnp.int32, sparse=True)
     return x.at[(*leading, at)].set(new.astype(x.dtype), mode="drop")
+
+
+def with_rows(x: Num[Array, "L R N"], at: Int32[Array, "L E"], new: Num[Array, "L E N"]) -> Num[Array, "L R N"]:
+    """Returns matrices with some rows of each replaced, no two alike, in the same way; row R is none."""
+    if not tiles.wanted():
+        return x.at[jnp.arange(len(x), dtype=jnp.int32)[:, None], at].set(new, mode="drop")
+    for e in range(at.shape[1]):
+        x = with_row(x, at[:, e], new[:, e])
+    return x
+
+
+def with_number(
+    x: Num[Array, "L R N"], at: Int32[Array, "L"], place: Int32[Array, "L"], new: Num[Array, "..."]
+) -> Num[Array, "L R N"]:
+    """Returns matrices with one number of a row of each replaced, in the same way; row R and place N are none."""
+    if not tiles.wanted():
+        return x.at[jnp.arange(len(x), dtype=jnp.int32), at, place].set(new, mode="drop")
+    mine = jnp.arange(x.shape[-1], dtype=jnp.int32) == place[:, None]
+    return with_row(x, at, jnp.where(mine, new[..., None], row(x, at)))
 
 
 def with_rows_at(x: Num[Array, "L R N"], at: Int32[Array, "T"], new: Num[Array, "L T N"]) -> Num[Array, "L R N"]:

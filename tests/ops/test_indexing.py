@@ -86,7 +86,34 @@ def test_a_row_of_each_matrix_is_replaced(dtype, width):
     at = np.array([0, 69, 70, 33], np.int32)
     expected = changed(x.swapaxes(1, 2), at, new[:, 0], "set").swapaxes(1, 2)
     for axes in (lambda f: f, jax.vmap):
-        np.testing.assert_array_equal(axes(indexing.with_row)(x, jnp.asarray(at), new[:, 0]), expected)
+        found = axes(indexing.with_row)(x, jnp.asarray(at), new[:, 0])
+        np.testing.assert_array_equal(found, expected)
+        taken = axes(indexing.row)(found, jnp.asarray(at))
+        np.testing.assert_array_equal(taken, np.asarray(found)[np.arange(4), np.minimum(at, 69)])
+
+
+@pytest.mark.usefixtures("in_tiles")
+@pytest.mark.parametrize("width", [128, 6])
+def test_several_rows_of_each_matrix_are_replaced_and_numbers_in_them(width):
+    """Rows and places that are none among them; one number for all matrices, or one for each."""
+    x, new = (jax.random.normal(jax.random.key(n), (2, 3, n, width)) for n in (70, 2))  # of 2 sequences, 3 heads
+    at = np.array([[0, 69], [70, 5], [70, 70]], np.int32)
+    expected = np.array(x)
+    for head, row in np.ndindex(at.shape):
+        if at[head, row] < 70:
+            expected[:, head, at[head, row]] = new[:, head, row]
+    found = jax.vmap(lambda x, new: indexing.with_rows(x, jnp.asarray(at), new))(x, new)
+    np.testing.assert_array_equal(found, expected)
+    first, place = at[:, 0], np.array([width - 1, 0, 1], np.int32)
+    for number in (jnp.float32(7), jnp.arange(3, dtype=jnp.float32)):
+        for where in (place, np.full(3, width, np.int32)):
+            expected = np.array(found)
+            for head in range(3):
+                if first[head] < 70 and where[head] < width:
+                    expected[:, head, first[head], where[head]] = np.broadcast_to(number, 3)[head]
+            changed_too = jax.vmap(lambda x, number=number, where=where: indexing.with_number(
+                x, jnp.asarray(first), jnp.asarray(where), number))(found)
+            np.testing.assert_array_equal(changed_too, expected)
 
 
 @pytest.mark.usefixtures("in_tiles")
