@@ -135,7 +135,7 @@ def measured(point: Point, case: described.Case, plan: Plan, state: State, where
         "bytes": int(counted["bytes accessed"]) if counted else sum(size for size, _ in parsed.costs()),
         "bytes_off_chip_estimate": sum(size for size, _ in parsed.costs(nbytes_off_chip)),
         "state": ideal.nbytes(case.kept), "temporaries": memory.temp_size_in_bytes, "largest_copy": copy,
-        "largest_copy_shape": copied, "compile_seconds": round(seconds, 1),
+        "largest_copy_shape": copied, "launches": parsed.launches(), "compile_seconds": round(seconds, 1),
         "temporaries_met": memory.temp_size_in_bytes <= ideal.TEMPORARIES * ideal.nbytes(case.kept),
         "copy_met": copy < ideal.COPY,
     }

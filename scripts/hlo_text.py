@@ -223,6 +223,11 @@ class Program:
                           for part in parts[len(parts) // 2 if both else 0 :]]
         return found
 
+    def launches(self) -> int:
+        """Returns how many instructions run by themselves, each a kernel or a copy on a GPU; those of a loop once."""
+        return sum(each.opcode not in _MOVES_NOTHING and not each.opcode.endswith(("-done", "-update"))
+                   for _, each in self.running)
+
     def largest_copy(self) -> tuple[int, str]:
         """Returns bytes and shape of the largest copy or transpose of an array; (0, "") if there is none."""
         return max(((size, shape) for size, shape, _ in self.copies()), default=(0, ""))

@@ -61,6 +61,14 @@ ENTRY %main.1 (x.1: f32[8,128], pool.1: bf16[1000,128], at.1: s32[]) -> (f32[128
 """  # noqa: E501
 
 
+# A kernel by Triton in a GPU's program, which tells what each of its 2 x 15 programs accesses.
+GPU = r"""ENTRY %main.1 (pool.1: u16[100000,128]) -> f32[8,15,4] {
+  %pool.1 = u16[100000,128]{1,0} parameter(0)
+  ROOT %kernel = f32[8,15,4]{2,1,0} custom-call(%pool.1), custom_call_target="__gpu$xla.gpu.triton", backend_config={debug = false, grid_x = 2 : i32, grid_y = 15 : i32, grid_z = 1 : i32, ir = "ML\EF", name = "_kernel", num_stages = 2 : i32, num_warps = 4 : i32, serialized_metadata = "{\22bytes_accessed_by_each\22: \2220912\22}"}
+}
+"""  # noqa: E501
+
+
 @pytest.fixture(scope="module")
 def program():
     return Program(TPU)
@@ -105,6 +113,15 @@ def test_slices_count_what_they_take_and_updates_what_they_write(program):
         "copy-start.1": 2 * 4096, "fusion.1": 2 * 4096, "copy.1": 2 * 256_000, "fusion.2": 2 * 256 + 4,
         "kernel": 4321, "fusion.3": 2 * 256 + 4,
     }
+
+
+def test_a_kernel_of_a_gpu_counts_what_each_of_its_programs_tells():
+    assert [size for size, each in Program(GPU).costs() if each.name == "kernel"] == [2 * 15 * 20912]
+
+
+def test_launches_are_what_runs_by_itself_and_moves_something(program):
+    """A copy of two parts once; no parameter, and nothing inside a fusion."""
+    assert program.launches() == 6 and Program(GPU).launches() == 1
 
 
 def test_what_is_on_the_chip_can_be_left_out(program):
