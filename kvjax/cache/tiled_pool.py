@@ -15,6 +15,8 @@ from kvjax.ops import quantize
 from kvjax.ops.kernels import pool_access, tiles
 from kvjax.typing import Array, Int32, Num, pytree
 
+_TOGETHER = 32  # rows of a tile of bytes
+
 
 @pytree
 class TiledPool(InMemory):
@@ -64,10 +66,14 @@ class TiledPool(InMemory):
 
     def put_row(self, block, row, key, value, layer, ref):
         new = self._joined(key, value)
-        if not self._fits:
+        if not self._fits and not self._single:
             return self._with(self.rows.at[(*batch_and_head(block), block, row)].set(new, mode="drop"))
         index, row, new = self._index(block).reshape(-1), row.reshape(-1), new.reshape(-1, new.shape[-1])
-        return self._with(pool_access.put_rows(self._flat, index, row, new, self.dtype))
+        pool = self._flat
+        if self._single:  # many such blocks are to the kernel one of many rows
+            index, row = jnp.where(index < 0, -1, index // _TOGETHER), jnp.where(row == 0, index % _TOGETHER, _TOGETHER)
+            pool = pool.reshape(-1, _TOGETHER, pool.shape[-1])
+        return self._with(pool_access.put_rows(pool, index, row, new, self.dtype))
 
     def put_blocks(self, block, key, value, layer, ref):
         new = _with_more_rows(self._joined(key, value), self.dtype)
@@ -80,6 +86,12 @@ class TiledPool(InMemory):
     def _fits(self) -> bool:
         """Whether kernels read and write the blocks where they lie; XLA does it where they do not."""
         return tiles.fits(self.dtype, self.rows.shape[3])
+
+    @property
+    def _single(self) -> bool:
+        """Whether blocks are single rows that fill tiles together; XLA writes one by a copy of all where they are codes
+        of 8 bits."""
+        return self.rows.shape[3] == 1 and self.rows.shape[2] % _TOGETHER == 0 and self.dtype in tiles.TYPES
 
     @property
     def _flat(self) -> Num[Array, "R C W"]:

@@ -96,6 +96,20 @@ def test_rows_and_blocks_are_written_in_their_place(dtype, rows):
     same(found, expected)
 
 
+@pytest.mark.parametrize("dtype", tiles.TYPES)
+def test_single_rows_are_written_as_rows_of_larger_blocks(dtype):
+    """The first of all, the last, and none; the others stay as they are."""
+    rng, blocks = np.random.default_rng(3), 64
+    made = [MemoryPool(*(quantize.pack(jnp.asarray(rng.normal(size=(BATCH, HEADS, blocks, 1, SIZE)), jnp.float32), dtype)
+                         for _ in range(2)), dtype) for _ in range(2)]
+    pools, other = both(made[0]), made[1]
+    assert pools[1]._single
+    block = jnp.asarray([[0, blocks], [blocks - 1, 33]], jnp.int32)
+    key, value = other.key[:, :, 0, 0], other.value[:, :, 0, 0]
+    expected, found = (pool.put_row(block, jnp.zeros_like(block), key, value, jnp.int32(0), REF) for pool in pools)
+    same(found, expected)
+
+
 def test_values_alone():
     pools = both(drawn("float32", 4, keeps_keys=False))
     block = jnp.zeros((BATCH, HEADS), jnp.int32)
