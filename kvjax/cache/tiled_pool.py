@@ -71,7 +71,7 @@ class TiledPool(InMemory):
         index, row, new = self._index(block).reshape(-1), row.reshape(-1), new.reshape(-1, new.shape[-1])
         pool = self._flat
         if self._single:  # many such blocks are to the kernel one of many rows
-            index, row = jnp.where(index < 0, -1, index // _TOGETHER), jnp.where(row == 0, index % _TOGETHER, _TOGETHER)
+            index, row = jnp.where((index < 0) | (row > 0), -1, index // _TOGETHER), index % _TOGETHER
             pool = pool.reshape(-1, _TOGETHER, pool.shape[-1])
         return self._with(pool_access.put_rows(pool, index, row, new, self.dtype))
 
@@ -89,9 +89,10 @@ class TiledPool(InMemory):
 
     @property
     def _single(self) -> bool:
-        """Whether blocks are single rows that fill tiles together; XLA writes one by a copy of all where they are codes
-        of 8 bits."""
-        return self.rows.shape[3] == 1 and self.rows.shape[2] % _TOGETHER == 0 and self.dtype in tiles.TYPES
+        """Whether blocks are single rows that do not fit, but fill tiles together; where they are codes of 8 bits, XLA
+        copies all to write one."""
+        together = self.rows.shape[3] == 1 and self.rows.shape[2] % _TOGETHER == 0
+        return together and self.dtype in tiles.TYPES and not self._fits
 
     @property
     def _flat(self) -> Num[Array, "R C W"]:
