@@ -90,7 +90,7 @@ def test_a_layer_reads_a_prompt_as_on_other_platforms(monkeypatch):
 
 @pytest.mark.parametrize("window", [None, 7, 1000])
 def test_prompts_that_cudnn_reads(window, monkeypatch):
-    """What it is asked for, computed by XLA."""
+    """Lets XLA compute what cuDNN is asked for."""
     rng, asked, attend = np.random.default_rng(0), [], jax.nn.dot_product_attention
     q, *rows = (jnp.asarray(rng.normal(size=(64, 2, *shape)), jnp.bfloat16) for shape in ((3, 16), (16,), (16,)))
     expected = causal.in_chunks(q, *rows, jnp.int32(0), 16, window)

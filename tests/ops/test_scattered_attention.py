@@ -115,7 +115,7 @@ def test_indices_out_of_range_are_clipped():
 
 
 def test_several_sequences_share_a_pool():
-    """As `jax.vmap` calls it, with what the pool holds beside the batch."""
+    """Goes through `jax.vmap`, which leaves the pool as it is."""
     q, key, value, valid, _ = Case().drawn()
     rolled = [jnp.stack([x, jnp.roll(x, 1, axis=0)]) for x in (q, valid, key.index)]
 
