@@ -46,6 +46,7 @@ from kvjax.methods import (
     StreamingLLM,
 )
 from kvjax.ops import kernels, quantize
+from kvjax.ops.attention import Part
 from kvjax.store.flash.store import FlashStore
 from kvjax.store.interface import Gathered, Geometry, Prompt
 
@@ -295,6 +296,14 @@ def check_runs_stored_once(method: Method, directory: pathlib.Path, dtype: str =
     on_flash = Sim(method, stream, [40, 25], store=store, dtype=dtype)
     np.testing.assert_array_equal(in_memory.run(45), on_flash.run(45))
     assert (on_flash.branch.stats().blocks_short > 0) == (on_flash.plan.spec.block_rows > 1)
+
+
+def check_parts_agree(found: Part, expected: Part) -> None:
+    """Checks that two parts of a softmax are the same attention."""
+    np.testing.assert_allclose(found.top, expected.top, atol=1e-5, rtol=1e-5)
+    np.testing.assert_allclose(found.total, expected.total, atol=1e-5, rtol=1e-5)
+    weight = np.maximum(expected.total, 1e-30)[..., None]  # as `normalise` divides
+    np.testing.assert_allclose(found.out / weight, expected.out / weight, atol=1e-5)
 
 
 def _tail_positions(spec, length):

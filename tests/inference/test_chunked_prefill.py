@@ -171,7 +171,7 @@ def test_a_short_text_is_not_padded_to_a_long_chunk(params, tokens):
 
 
 def test_what_is_kept_of_a_prompt_is_decided_by_all_of_it():
-    """By SentenceKV only if it drops tokens."""
+    """SentenceKV refuses chunks only if it drops tokens."""
     drops = METHODS["sentencekv"]
     for method, refused in ((drops, True), (dataclasses.replace(drops, keep=None), False)):
         plan = make_plan(CONFIG, method, 1, 200)

@@ -118,7 +118,7 @@ def test_three_numbers_of_bfloat16_are_one_of_f32(numbers, sign):
 
 @pytest.mark.parametrize("narrow", ["q", "key"])
 def test_products_of_two_types_round_neither(narrow):
-    """As of the queries of a model in bf16 with what a method keeps in f32, and of f32 queries with a cache in bf16."""
+    """Queries of a model in bf16 meet what a method keeps in f32, and f32 queries a cache in bf16."""
     q, key, _ = tokens(3)
     pair = {"q": jnp.asarray(q), "key": jnp.asarray(key)}
     pair[narrow] = pair[narrow].astype(jnp.bfloat16)
