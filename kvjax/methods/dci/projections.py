@@ -9,13 +9,14 @@ opened nodes are computed at once and the smallest are taken, which suits vector
 import jax
 import jax.numpy as jnp
 
+from kvjax.ops.decompositions import orthonormal
 from kvjax.ops.precise import matmul
 from kvjax.typing import Array, Bool, Float, Int32, PRNGKey
 
 
 def random_directions(seed: PRNGKey, size: int, count: int) -> Float[Array, "D1 P"]:
     """Returns P = `count` orthonormal directions in `size` dimensions, uniformly at random."""
-    return jnp.linalg.qr(jax.random.normal(seed, (size, count), jnp.float32))[0]
+    return orthonormal(jax.random.normal(seed, (size, count), jnp.float32))
 
 
 def adapted_directions(
@@ -35,7 +36,7 @@ def adapted_directions(
     points = jnp.where(valid[:, None], points, 0.0)
     moment = matmul(points.T, points) / jnp.maximum(jnp.sum(valid, dtype=jnp.int32), 1)
     turned = matmul(moment, matmul(moment, start))
-    return jnp.where(jnp.any(valid), jnp.linalg.qr(turned + 1e-6 * start)[0], start)
+    return jnp.where(jnp.any(valid), orthonormal(turned + 1e-6 * start), start)
 
 
 def lower_bounds(projected: Float[Array, "N P"], query: Float[Array, "G P"]) -> Float[Array, "N G"]:

@@ -22,6 +22,7 @@ from kvjax.errors import ConfigError
 from kvjax.ops import kernels, lowbit
 from kvjax.ops.attention import NEGATIVE
 from kvjax.ops.barriers import computed_once
+from kvjax.ops.decompositions import eigenvectors
 from kvjax.ops.indexing import with_columns_at, with_rows_at
 from kvjax.ops.precise import einsum, matmul
 from kvjax.ops.shards import WHOLE, Shards
@@ -356,7 +357,7 @@ def _leading(rows: Float[Array, "T N"], rank: int) -> Float[Array, "N r"]:
     gram, spread = matmul(rows.T, rows), _spread(rows.shape[1])
     # Few rows leave some directions undetermined. Noise decides those, and is too small to change the others.
     noise = jnp.maximum(1e-6 * jnp.trace(gram) / rows.shape[1], 1e-12)
-    return jnp.linalg.eigh(gram + noise * spread)[1][:, ::-1][:, :rank]
+    return eigenvectors(gram + noise * spread)[:, ::-1][:, :rank]
 
 
 def unknown_directions(spec: Spec, rank: int, joint: bool) -> Float[Array, "K D r"]:
