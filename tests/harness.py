@@ -167,6 +167,17 @@ def _fill(plan, k, v, length, token, q, dtype):
     return *fill_state(plan, empty_state(plan, k.shape[0], dtype), prompts), prompts
 
 
+def prompts_read(plan: LayerPlan, stream: Stream, length: Sequence[int], dtype: str = "float32"):
+    """Returns the arguments of `_fill` for prompts of these lengths."""
+    k, v, token, q = (jnp.asarray(array[:, :CAPACITY]) for array in (stream.k, stream.v, stream.token, stream.q))
+    return plan, k, v, jnp.asarray(length), token, q, dtype
+
+
+def fill_text(plan: LayerPlan, stream: Stream, length: Sequence[int]) -> str:
+    """Returns the program that fills a cache with prompts, as it is given to XLA."""
+    return _fill.lower(*prompts_read(plan, stream, length)).as_text()
+
+
 class Sim:
     """One layer decoding a `Stream`; over a store if one is given."""
 
@@ -194,10 +205,8 @@ class Sim:
         self.cache = LayerCache(state, pool)
 
     def _read(self, dtype: str):
-        """What `_fill` is given."""
-        stream = self.stream
-        k, v, token, q = (jnp.asarray(array[:, :CAPACITY]) for array in (stream.k, stream.v, stream.token, stream.q))
-        return self.plan, k, v, jnp.asarray(self.at), token, q, dtype
+        """Returns what `_fill` is given."""
+        return prompts_read(self.plan, self.stream, self.at, dtype)
 
     @property
     def line(self) -> StoreRef:
@@ -218,7 +227,7 @@ class Sim:
         return np.asarray(out), report
 
     def _fed(self, active):
-        """What `_token` is given."""
+        """Returns what `_token` is given."""
         b, at = np.arange(len(self.at)), np.minimum(self.at, self.stream.k.shape[1] - 1)
         newest = (array[b, at] for array in (self.stream.q, self.stream.k, self.stream.v, self.stream.token))
         return self.plan, self.cache, *newest, self.at, active, self.line
@@ -259,7 +268,7 @@ def _select(method, spec, state, b, q):
 
 
 def selection(sim: Sim, b: int, q: np.ndarray, method: Method | None = None) -> Selection:
-    """What the method, or another one with an equal index, selects for q[K, G, D] of a sequence."""
+    """Returns what the method, or another one with an equal index, selects for q[K, G, D] of a sequence."""
     return jax.device_get(_select(method or sim.plan.method, sim.plan.spec, sim.cache.state, b, q.astype(np.float32)))
 
 

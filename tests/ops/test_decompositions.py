@@ -2,16 +2,16 @@
 
 import re
 
-import harness
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import METHODS, Stream, fill_text, plan_of
 from test_architecture import ROOT
 
 from kvjax.ops.decompositions import eigenvectors, orthonormal
 
 BATCH = 2, 3
+on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="other platforms decompose a batch at once")
 
 
 @pytest.fixture
@@ -47,19 +47,16 @@ def test_orthonormal_columns_of_a_batch(matrices):
                                    atol=1e-4)
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="other platforms decompose a batch at once")
+@on_cpu
 @pytest.mark.parametrize("function", [eigenvectors, orthonormal])
 def test_lapack_is_given_one_matrix_at_a_time(function, matrices):
     assert set(operands_of_lapack(twice(function).lower(matrices).as_text())) == {2}
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="other platforms decompose a batch at once")
+@on_cpu
 @pytest.mark.parametrize("name", ["kvswap", "loki", "shadowkv", "icecache"])
 def test_prompts_of_a_batch_are_fitted_to_one_at_a_time(name):
-    stream = harness.Stream.draw(0)
-    k, v, token, q = (jnp.asarray(x[:, : harness.CAPACITY]) for x in (stream.k, stream.v, stream.token, stream.q))
-    plan = harness.plan_of(harness.METHODS[name])
-    text = harness._fill.lower(plan, k, v, jnp.asarray([50, 20]), token, q, "float32").as_text()
+    text = fill_text(plan_of(METHODS[name]), Stream.draw(0), [50, 20])
     assert set(operands_of_lapack(text)) == {2}
 
 
