@@ -93,9 +93,18 @@ METHODS = {
     "clusterkv": ClusterKV(budget=24, sinks=2, window=4, cluster=4),
     "infllm": InfLLM(budget=24, sinks=2, window=4, block=4, representatives=2),
 }
+# Methods that a driver can tell from one another: which parts of a layer run, and what they are handed. Whatever is not
+# the method's own business is tried with these; `tests/inference/test_decode.py` says that none is missing.
+UNLIKE = ("full", "rle", "streaming_llm", "h2o", "sentencekv", "quest", "dynakv", "dynakv_merge", "kvswap", "magicpig")
+PAPERS = ("dynakv", "icecache", "kvswap", "rle", "dynsplit")  # the systems whose papers are reproduced
 HEADS, GROUP, SIZE, CAPACITY = 2, 2, 8, 96
 # Accelerators compute a batch as one, which rounds otherwise than one sequence, and add up clusters in any order.
 APART = 0 if jax.default_backend() == "cpu" else 2e-5
+
+
+def either(*names: str, slow: Sequence[str] = ()) -> list:
+    """Returns parameters for names, some of which are tried with `--slow` alone."""
+    return [*names, *(pytest.param(name, marks=pytest.mark.slow) for name in slow)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import APART, CAPACITY, METHODS, Sim, Stream, check_every_token_has_one_place
+from harness import APART, CAPACITY, METHODS, PAPERS, UNLIKE, Sim, Stream, check_every_token_has_one_place
 
 from kvjax.attend import AttentionCache, attend, init_cache, prefill_cache
 from kvjax.cache.residency import POLICIES
@@ -21,7 +21,15 @@ from kvjax.store.host import HostStore
 
 # A worker that finds what another one is still writing to the cache of programs compiles for itself, and says so.
 pytestmark = pytest.mark.filterwarnings("error", "ignore:Error .* persistent compilation cache entry")
-every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+# A method that is marked is, to what is around it, like another one.
+every_method = pytest.mark.parametrize("method", [
+    pytest.param(method, id=name, marks=() if name in UNLIKE + PAPERS else pytest.mark.alike)
+    for name, method in METHODS.items()
+])
+# Of laws that no method can break by itself, the others' programs take a while to compile.
+every_kind = pytest.mark.parametrize("method", [
+    pytest.param(method, id=name, marks=() if name in UNLIKE else pytest.mark.slow) for name, method in METHODS.items()
+])
 _stored = {name: method for name, method in METHODS.items() if name != "streaming_llm"}  # which has no blocks
 stored = pytest.mark.parametrize("method", _stored.values(), ids=_stored)
 OF_ALL_KINDS = ("full", "oracle", "streaming_llm", "quest", "dynakv", "kvswap", "kvswap_4bit", "raw")
@@ -55,7 +63,7 @@ def test_a_budget_that_covers_everything_gives_full_attention(method, prompt):
             np.testing.assert_allclose(out[b], harness.dense_attention(stream, b, at[b]), atol=2e-5, rtol=0)
 
 
-@every_method
+@every_kind
 def test_capped_scores_and_sink_logits_are_those_of_full_attention(method):
     """Gemma 2's and gpt-oss's attention: no method knows of them."""
     stream, prompt, steps, cap = Stream.draw(0), [80, 78], 8, 1.5

@@ -23,9 +23,8 @@ DEEP = dataclasses.replace(CONFIG, num_layers=3, windows=(None,) * 3)
 
 
 @pytest.mark.parametrize(("name", "backend", "driver"), [
-    ("kvswap", "buffer", "fused"), ("kvswap", "io", "staged"),
-    ("quest", "buffer", "staged"), ("quest", "io", "fused"), ("dynakv", "io", "staged"),
-    ("shadowkv", "io", "staged"), ("full", "buffer", "fused"),
+    ("kvswap", "buffer", "fused"), ("kvswap", "io", "staged"), ("quest", "io", "fused"), ("dynakv", "io", "staged"),
+    ("full", "buffer", "fused"),
 ])
 def test_layers_that_keep_nothing_share_their_slots_unless_they_rewrite_blocks(
     params, tokens, name, backend, driver, tmp_path

@@ -110,7 +110,7 @@ def biased(stream: Stream) -> Stream:
 
 @pytest.mark.parametrize("prompt", [[40, 25], [3, 1]], ids=["prompt", "from_scratch"])
 @pytest.mark.parametrize(("name", "dtype"), [
-    ("full", "int8"), ("full", "int4"), ("quest", "int8"), ("dynakv", "int8"), ("dynakv_merge", "int4"),
+    ("full", "int8"), ("full", "int4"), ("quest", "int8"), ("dynakv_merge", "int4"),
 ])
 def test_flash_and_memory_give_equal_bits_and_what_they_give_without_a_bias(name, dtype, prompt, tmp_path):
     stream = biased(Stream.draw(6))

@@ -28,8 +28,7 @@ def tiers(state) -> list[TieredPool]:
 
 
 @pytest.mark.parametrize(("name", "driver", "backend"), [
-    ("quest", "staged", "buffer"), ("dynakv", "staged", "io"), ("quest", "fused", "buffer"),
-    ("kvswap", "staged", "io"),
+    ("dynakv", "staged", "io"), ("quest", "fused", "buffer"), ("kvswap", "staged", "io"),
 ])
 def test_a_host_tier_changes_no_bit(params, tokens, name, driver, backend, tmp_path):
     """Given methods that append, hold and split, against all blocks in memory with the same driver."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from harness import CAPACITY, METHODS, Sim, Stream
+from harness import CAPACITY, METHODS, Sim, Stream, either
 
 from kvjax.attend import attend, init_cache, prefill_cache
 from kvjax.cache.layer import LayerCache
@@ -134,9 +134,8 @@ def test_more_rows_than_are_written_at_once():
 # Decoding -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [
-    "full", "quest", "kvswap", "dynakv", "dynsplit", "h2o", "rle", *(pytest.param(name, marks=pytest.mark.slow)
-                                                         for name in ("magicpig", "shadowkv"))])
+@pytest.mark.parametrize("name", either("full", "dynakv", "dynsplit", "h2o", "rle",
+                                        slow=("quest", "kvswap", "magicpig", "shadowkv")))
 def test_methods_decode_as_with_the_other_pool(name):
     """Attention by the kernel, and gathered rows where a method weighs, observes or rebuilds single rows."""
     stream, method = Stream.draw(1), METHODS[name]
@@ -149,9 +148,9 @@ def test_methods_decode_as_with_the_other_pool(name):
     harness.check_every_token_has_one_place(sims[1])
 
 
-@pytest.mark.parametrize("name", [
-    "quest", "dynakv", "dynakv_merge", "dynsplit", "icecache", "kvswap", "infinigen", "pqcache",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("arkvale", "shadowkv", "magicpig", "sentencekv", "h2o"))])
+@pytest.mark.parametrize("name", either(
+    "dynakv_merge", "icecache", "kvswap", "pqcache",
+    slow=("quest", "dynakv", "dynsplit", "infinigen", "arkvale", "shadowkv", "magicpig", "sentencekv", "h2o")))
 def test_indexes_and_tables_are_kept_as_on_other_platforms(name, monkeypatch):
     """With every kernel that a TPU has, interpreted: blocks of these small methods are more than they need, by numbers
     that differ so that neither simulation takes programs of the other."""

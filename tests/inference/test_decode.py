@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import METHODS, compiled, plan_of
+from harness import METHODS, UNLIKE, compiled, plan_of
 from tiny import CAPACITY, CONFIG, PROMPT, decoded, dense, start, temporaries
 
 from kvjax.cache import callbacks
@@ -47,10 +47,6 @@ def test_full_cache_equals_dense_logits(params, tokens, driver):
     for b, prompt in enumerate(PROMPT):
         np.testing.assert_allclose(logits[b], expected[b, prompt - 1], atol=1e-4)
         np.testing.assert_allclose(got[:, b], expected[b, prompt : prompt + STEPS], atol=1e-4)
-
-
-# Methods that a driver can tell from one another: which parts of a layer run, and what they are handed.
-UNLIKE = ("full", "rle", "streaming_llm", "h2o", "sentencekv", "quest", "dynakv", "dynakv_merge", "kvswap", "magicpig")
 
 
 def _due_together(plan):

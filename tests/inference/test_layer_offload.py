@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import METHODS
+from harness import METHODS, either
 from tiny import CAPACITY, CONFIG, PROMPT, decoded, drawn, make_params, start
 
 import kvjax
@@ -111,7 +111,8 @@ def _model(config):
     return LLM(config, make_params(config, sharper=1))
 
 
-@pytest.mark.parametrize("name", ["full", "quest", "arkvale", "dynakv", "shadowkv", "loki", "kvswap"])
+@pytest.mark.parametrize("name", either(
+    "full", "dynakv", "shadowkv", "kvswap", slow=("quest", "arkvale", "loki")))
 def test_only_pages_that_changed_are_written(params, tokens, name, tmp_path, monkeypatch):
     """Of tokens, and of vectors that stand for many blocks, whichever way they lie in memory."""
     monkeypatch.setattr(layer_offload, "PAGE_BYTES", 512)

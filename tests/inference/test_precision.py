@@ -66,8 +66,8 @@ def state_of(plan, params):
     *((name, "float32") for name in METHODS),
     *((name, "bfloat16") for name in ("full", "dynakv", "icecache", "kvswap")),
 ])
-def test_no_product_is_left_to_the_device(name, dtype):
-    params = jax.tree.map(lambda x: x.astype(dtype), make_params())
+def test_no_product_is_left_to_the_device(params, name, dtype):
+    params = jax.tree.map(lambda x: x.astype(dtype), params)
     for program in state_of(make_plan(CONFIG, METHODS[name], 2, CAPACITY), params):
         assert list(products(program))
         assert inexact(program) == set()

@@ -115,6 +115,7 @@ def test_heads_that_reuse_evenly_read_equally_many_blocks_and_change_no_bit(para
     assert read[None, True] > max(read[None, False], read[64, True]) and read[64, True] > 0
 
 
+@pytest.mark.slow
 def test_a_token_without_programs_is_the_same(params, tokens, tmp_path):
     """Operation by operation, callbacks included: the oracle of what compiled programs make of a step."""
     plan, state, _, branch = start(params, tokens, METHODS["quest"], FlashStore(directory=tmp_path), backend="io",

@@ -1,5 +1,6 @@
 """Programs are dropped when they fill memory, between groups of tests before within one."""
 
+import gc
 import types
 
 import jax
@@ -21,6 +22,10 @@ def test_programs_are_dropped_when_they_fill_memory(monkeypatch, nextitem, mib, 
     program(1)
     compiled.pytest_runtest_teardown(HERE, nextitem)
     assert program._cache_size() == (not dropped)
+
+
+def test_what_was_imported_is_not_searched_for_garbage():
+    assert gc.get_freeze_count() > 100_000
 
 
 def test_memory_is_that_of_this_process():
