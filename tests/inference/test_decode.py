@@ -344,7 +344,7 @@ def test_ctrl_c_amid_a_callback_stays_ctrl_c(params, tokens, monkeypatch, driver
     branch.close()
 
 
-@pytest.mark.parametrize("prefetch", ["off", "layer", "step"])
+@pytest.mark.parametrize("prefetch", ["off", "step"])
 def test_callbacks_are_undeclared_and_all_there(params, tokens, prefetch):
     """With declared effects each call would be dispatched in Python; without, XLA might drop or merge some."""
     plan, state, _, _ = start(params, tokens, METHODS["dynakv"], HostStore(), prefetch=prefetch)
