@@ -6,6 +6,8 @@ import sys
 import types
 
 import pytest
+from absl import flags
+from ml_collections import config_flags
 
 from experiments import main
 
@@ -40,18 +42,41 @@ CASES = {
 
 
 @pytest.mark.parametrize(("config", "flag", "words"), CASES.values(), ids=CASES)
-def test_bad_input_is_one_line_and_exit_code_2(tmp_path, config, flag, words):
-    assert words in refusal_of(config, flag, tmp_path / "run")
+@pytest.mark.usefixtures("unchecked")
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, config, flag, words):
+    argv = ["main", f"--config={config}", f"--workdir={tmp_path}/run", *flag.split()]
+    values = flags.FlagValues()
+    monkeypatch.setattr(sys, "argv", argv)  # where ml_collections looks for fields of the configuration
+    monkeypatch.setattr(main, "_CONFIG", config_flags.DEFINE_config_file("config", None, "", flag_values=values))
+    monkeypatch.setattr(main, "_WORKDIR", flags.DEFINE_string("workdir", None, "", flag_values=values))
+    monkeypatch.setattr(main.flags, "FLAGS", values)
+    monkeypatch.setattr(main, "keep_programs", lambda: None)  # which is for the whole process, as is the next
+    monkeypatch.setattr(main.logging, "set_verbosity", lambda level: None)
+    with pytest.raises(SystemExit) as ended:
+        main.run(main.parse(argv))
+    assert ended.value.code == 2 and words in the_error(capsys.readouterr().err)
     assert not (tmp_path / "run").exists()
+
+
+def the_error(text) -> str:
+    """The one line of an error."""
+    (line,) = (line for line in text.splitlines() if line.startswith("error: "))
+    return line
 
 
 def refusal_of(config, flag, workdir) -> str:
     """The one line with which a command ends that was given bad input."""
     command = [sys.executable, "-m", "experiments.main", f"--config={config}", f"--workdir={workdir}"]
     done = subprocess.run([*command, *flag.split()], capture_output=True, text=True, timeout=120)
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.returncode == 2 and len(lines) == 1 and "Traceback" not in done.stderr + done.stdout
-    return lines[0]
+    assert done.returncode == 2 and "Traceback" not in done.stderr + done.stdout
+    return the_error(done.stderr)
+
+
+@pytest.mark.parametrize("name", ["unknown_field", "no_model"])
+def test_a_command_with_bad_input_ends_with_one_line(tmp_path, name):
+    """Whether the flags or the experiment tell."""
+    config, flag, words = CASES[name]
+    assert words in refusal_of(config, flag, tmp_path / "run")
 
 
 def test_a_file_in_the_place_of_the_store_is_named(tmp_path):

@@ -1,5 +1,7 @@
 """Weight matrices in few bits, and products of all weights with a few vectors, against NumPy in float64."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,14 +47,14 @@ def exactly(numbers, x):
 @pytest.mark.parametrize("columns", [1, 7, 8, 31, 33, 63, 64, 65, 200])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_vector_meets_every_row(kind, columns):
-    for rows in (1, 2, 3, 4, 5, 11):
+    """Given as many vectors as the kernel takes at once, each number with another number of rows."""
+    for count, rows in zip(range(1, 9), itertools.islice(itertools.cycle((1, 2, 3, 4, 5, 11)), columns % 6, None)):
         weight, numbers = matrix(rows, columns, kind)
-        for count in range(1, 9):
-            x = vectors(count, columns, dtype="bfloat16" if kind == "bfloat16" else "float32")
-            y, exact = jax.jit(apply_rows)(weight, x), exactly(numbers, x)
-            assert y.dtype == x.dtype
-            rounding = 2**-8 * np.abs(exact) if kind == "bfloat16" else 0
-            assert np.all(np.abs(np.asarray(y, np.float64) - exact) <= rounding + 1e-5 * columns**0.5)
+        x = vectors(count, columns, dtype="bfloat16" if kind == "bfloat16" else "float32")
+        y, exact = jax.jit(apply_rows)(weight, x), exactly(numbers, x)
+        assert y.dtype == x.dtype
+        rounding = 2**-8 * np.abs(exact) if kind == "bfloat16" else 0
+        assert np.all(np.abs(np.asarray(y, np.float64) - exact) <= rounding + 1e-5 * columns**0.5)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5), (FEW,), (FEW + 1,), (2, 40)])
