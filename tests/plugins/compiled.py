@@ -31,7 +31,7 @@ os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_TO_MAKE))
 gc.set_threshold(100_000)
 
 # A program takes a megabyte or two, and four of the 65,530 memory maps that Linux gives a process.
-BETWEEN_GROUPS_MIB, WITHIN_A_GROUP_MIB = 1000, 1400
+BETWEEN_GROUPS_MIB, WITHIN_A_GROUP_MIB = 1200, 1400
 
 
 @pytest.hookimpl(trylast=True)
