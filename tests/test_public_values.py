@@ -126,7 +126,6 @@ def test_contexts_of_many_lengths_need_few_capacities(llm):
 
 @pytest.mark.parametrize("method", [
     kvjax.StreamingLLM(budget=48), kvjax.H2O(budget=64, window=16), kvjax.SnapKV(budget=64, window=16),
-    kvjax.ChunkKV(budget=64, window=16),
 ], ids=lambda method: method.name)
 def test_a_cache_that_does_not_grow_needs_no_capacity(llm, method):
     """It decodes past any size, in the memory that it had, and what a capacity would give."""

@@ -100,7 +100,6 @@ WAYS = {
     "shadowkv": {"method": kvjax.ShadowKV(**FULL_BUDGET, sigma=1)},
     "rle": {"method": kvjax.RLE(before_rotation=True, tolerance=1e-6)},
 }
-over_mixtures = pytest.mark.parametrize("directory", MIXTURES, ids=[path.name for path in MIXTURES])
 over_models_by_length = pytest.mark.parametrize("directory", BY_LENGTH, ids=[path.name for path in BY_LENGTH])
 
 
@@ -128,8 +127,16 @@ def test_a_long_text_read_at_once(directory):
     np.testing.assert_allclose(jax.nn.log_softmax(cache.logits)[0], expected[-1], rtol=0, atol=1e-4)
 
 
-@over_models_by_length
-@pytest.mark.parametrize("way", WAYS)
+def in_ways(directories, ways):
+    """Parametrises over ways through the cache for each model; without `--slow` each model goes a third of them, and
+    between them all."""
+    return pytest.mark.parametrize(("directory", "way"), [
+        pytest.param(directory, way, id=f"{way}-{directory.name}", marks=[pytest.mark.slow] * ((i + j) % 3 > 0))
+        for i, directory in enumerate(directories) for j, way in enumerate(ways)
+    ])
+
+
+@in_ways(BY_LENGTH, WAYS)
 def test_a_long_text_of_which_a_part_is_decoded(directory, way):
     """The prompt alone is within the original length: the capacity says how its keys are rotated."""
     model, params = load(directory)
@@ -143,8 +150,7 @@ def test_a_long_text_of_which_a_part_is_decoded(directory, way):
 OPTIONS = [path for path in GOLDENS if read_config(path).query_scalar or read_config(path).sink_logits]
 
 
-@pytest.mark.parametrize("directory", OPTIONS, ids=[path.name for path in OPTIONS])
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "shadowkv"])  # which needs longer prompts
+@in_ways(OPTIONS, [way for way in WAYS if way != "shadowkv"])  # which needs longer prompts
 def test_attention_of_gemma_and_gpt_oss_in_every_way(directory, way):
     model, params = load(directory)
     golden = np.load(directory / "golden.npz")
@@ -196,8 +202,7 @@ def test_mixtures_have_goldens_with_shared_experts_dense_layers_and_weights_of_b
     assert any(mixture.shared_size for mixture in mixtures) and any(mixture.dense_layers for mixture in mixtures)
 
 
-@over_mixtures
-@pytest.mark.parametrize("way", ["fused", "chunks", "quest", "dynakv", "kvswap"])
+@in_ways(MIXTURES, ["fused", "chunks", "quest", "dynakv", "kvswap"])
 def test_a_mixture_of_experts_by_every_way_through_the_cache(directory, way):
     model, params = load(directory)
     golden = np.load(directory / "golden.npz")
