@@ -102,9 +102,10 @@ HEADS, GROUP, SIZE, CAPACITY = 2, 2, 8, 96
 APART = 0 if jax.default_backend() == "cpu" else 2e-5
 
 
-def either(*names: str, slow: Sequence[str] = ()) -> list:
-    """Returns parameters for names, some of which are tried with `--slow` alone."""
-    return [*names, *(pytest.param(name, marks=pytest.mark.slow) for name in slow)]
+def either(*cases, slow: Sequence = ()) -> list:
+    """Returns parameters for cases, values or tuples of them, some of which are tried with `--slow` alone."""
+    several = (case if isinstance(case, tuple) else (case,) for case in slow)
+    return [*cases, *(pytest.param(*values, marks=pytest.mark.slow) for values in several)]
 
 
 @dataclasses.dataclass(frozen=True)

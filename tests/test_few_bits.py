@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import either
 
 import kvjax
 from kvjax.errors import ConfigError, FormatMismatch
@@ -82,10 +83,12 @@ def test_the_model_takes_less_memory_and_says_so(few, wide):
     assert "1.4 M parameters in float32, " in repr(wide) and f"{1.4:.1f} M parameters" in repr(llm)
 
 
-@pytest.mark.parametrize(("kind", "dtype", "driver"), [
+@pytest.mark.parametrize(("kind", "dtype", "driver"), either(
     ("int8", "float32", "fused"), ("int8", "bfloat16", "staged"), ("int4", "float32", "staged"),
     ("int4", "bfloat16", "fused"),
-])
+    slow=(("int8", "float32", "staged"), ("int8", "bfloat16", "fused"), ("int4", "float32", "fused"),
+          ("int4", "bfloat16", "staged")),
+))
 def test_sequences_of_a_batch_decode_as_they_do_alone(kind, dtype, driver):
     llm = kvjax.load(REFERENCE, dtype, weights=kind)
     texts = [TEXT[:150], TEXT[100:250]]
@@ -101,9 +104,10 @@ def scored(llm, texts, driver, method=None, store=None):
         return llm.score([" It is used again."] * len(texts), cache, driver=driver).logprobs
 
 
-@pytest.mark.parametrize(("method", "drivers"), [
+@pytest.mark.parametrize(("method", "drivers"), either(
     (kvjax.Quest(budget=40, page=4, window=8), ("staged", "fused")), (kvjax.DynaKV(budget=60, window=8), ("staged",)),
-], ids=["quest", "dynakv"])
+    slow=((kvjax.DynaKV(budget=60, window=8), ("fused",)),),
+), ids=["quest", "dynakv", "dynakv_fused"])
 def test_flash_and_memory_and_both_drivers_agree_to_the_bit(few, method, drivers, tmp_path):
     _, llm = few
     expected = scored(llm, [TEXT], "staged", method)

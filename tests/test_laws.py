@@ -21,15 +21,18 @@ from kvjax.store.host import HostStore
 
 # A worker that finds what another one is still writing to the cache of programs compiles for itself, and says so.
 pytestmark = pytest.mark.filterwarnings("error", "ignore:Error .* persistent compilation cache entry")
-# A method that is marked is, to what is around it, like another one.
-every_method = pytest.mark.parametrize("method", [
-    pytest.param(method, id=name, marks=() if name in UNLIKE + PAPERS else pytest.mark.alike)
-    for name, method in METHODS.items()
-])
+
+
+def over(methods, unmarked, mark):
+    """Parametrises over methods, and marks those that are not named."""
+    return pytest.mark.parametrize("method", [
+        pytest.param(method, id=name, marks=() if name in unmarked else mark) for name, method in methods.items()
+    ])
+
+
+every_method = over(METHODS, UNLIKE + PAPERS, pytest.mark.alike)
 # Of laws that no method can break by itself, the others' programs take a while to compile.
-every_kind = pytest.mark.parametrize("method", [
-    pytest.param(method, id=name, marks=() if name in UNLIKE else pytest.mark.slow) for name, method in METHODS.items()
-])
+every_kind = over(METHODS, UNLIKE, pytest.mark.slow)
 _stored = {name: method for name, method in METHODS.items() if name != "streaming_llm"}  # which has no blocks
 stored = pytest.mark.parametrize("method", _stored.values(), ids=_stored)
 OF_ALL_KINDS = ("full", "oracle", "streaming_llm", "quest", "dynakv", "kvswap", "kvswap_4bit", "raw")
@@ -135,11 +138,8 @@ def test_rows_of_a_batch_do_not_see_each_other(method):
     assert not np.array_equal(one[:, 0], changed[:, 0])
 
 
-@pytest.mark.parametrize("method", [
-    # A batch of one is a program of its own: of the others it takes a while to compile.
-    pytest.param(method, id=name, marks=() if name in OF_ALL_KINDS else pytest.mark.slow)
-    for name, method in {**METHODS, "raw": dataclasses.replace(METHODS["kvswap"], aggregation="mean")}.items()
-])
+# A batch of one is a program of its own: of the others it takes a while to compile.
+@over({**METHODS, "raw": dataclasses.replace(METHODS["kvswap"], aggregation="mean")}, OF_ALL_KINDS, pytest.mark.slow)
 def test_rows_of_a_batch_are_bit_equal_to_running_alone(method):
     stream = Stream.draw(2)
     together = Sim(method, stream, [45, 17]).run(25)

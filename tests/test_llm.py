@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import METHODS
+from harness import METHODS, either
 from tiny import dense, make_params
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
@@ -486,9 +486,10 @@ def test_a_generation_that_fails_says_why_whatever_the_device_says(llm, tmp_path
     ).tokens
 
 
-@pytest.mark.parametrize(("settings", "driver"), [
+@pytest.mark.parametrize(("settings", "driver"), either(
     ({}, "fused"), ({"lookahead": True}, "fused"), ({"reuse": 2}, "staged"),
-], ids=["plain", "lookahead", "reuse"])
+    slow=(({}, "staged"), ({"lookahead": True}, "staged"), ({"reuse": 2}, "fused")),
+))
 def test_models_in_sixteen_bits_decode(llm, driver, settings):
     """Nearly as in 32 bits: the loss of a text is the same to what bfloat16 can tell."""
     half = kvjax.LLM(CONFIG, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), llm.params), llm.tokenizer)

@@ -9,6 +9,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from harness import either
 
 import kvjax
 from kvjax.errors import CheckpointError, ConfigError
@@ -124,9 +125,10 @@ def test_contexts_of_many_lengths_need_few_capacities(llm):
     assert len({capacity(length) for length in lengths}) <= 5
 
 
-@pytest.mark.parametrize("method", [
+@pytest.mark.parametrize("method", either(
     kvjax.StreamingLLM(budget=48), kvjax.H2O(budget=64, window=16), kvjax.SnapKV(budget=64, window=16),
-], ids=lambda method: method.name)
+    slow=(kvjax.ChunkKV(budget=64, window=16),),
+), ids=lambda method: method.name)
 def test_a_cache_that_does_not_grow_needs_no_capacity(llm, method):
     """It decodes past any size, in the memory that it had, and what a capacity would give."""
     with llm.prefill(CONTEXT, method=method) as endless, llm.prefill(CONTEXT, method=method, capacity=600) as bounded:

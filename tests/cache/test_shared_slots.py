@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import METHODS
+from harness import METHODS, either
 from tiny import CAPACITY, CONFIG, PROMPT, decoded, make_params, start
 
 import kvjax
@@ -22,10 +22,10 @@ STEPS = 12
 DEEP = dataclasses.replace(CONFIG, num_layers=3, windows=(None,) * 3)
 
 
-@pytest.mark.parametrize(("name", "backend", "driver"), [
+@pytest.mark.parametrize(("name", "backend", "driver"), either(
     ("kvswap", "buffer", "fused"), ("kvswap", "io", "staged"), ("quest", "io", "fused"), ("dynakv", "io", "staged"),
-    ("full", "buffer", "fused"),
-])
+    ("full", "buffer", "fused"), slow=(("quest", "buffer", "staged"), ("shadowkv", "io", "staged")),
+))
 def test_layers_that_keep_nothing_share_their_slots_unless_they_rewrite_blocks(
     params, tokens, name, backend, driver, tmp_path
 ):

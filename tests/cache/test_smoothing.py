@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import METHODS, Sim, Stream, plan_of
+from harness import METHODS, Sim, Stream, either, plan_of
 from tiny import CONFIG, make_params
 
 import kvjax
@@ -109,9 +109,9 @@ def biased(stream: Stream) -> Stream:
 
 
 @pytest.mark.parametrize("prompt", [[40, 25], [3, 1]], ids=["prompt", "from_scratch"])
-@pytest.mark.parametrize(("name", "dtype"), [
-    ("full", "int8"), ("full", "int4"), ("quest", "int8"), ("dynakv_merge", "int4"),
-])
+@pytest.mark.parametrize(("name", "dtype"), either(
+    ("full", "int8"), ("full", "int4"), ("quest", "int8"), ("dynakv_merge", "int4"), slow=(("dynakv", "int8"),),
+))
 def test_flash_and_memory_give_equal_bits_and_what_they_give_without_a_bias(name, dtype, prompt, tmp_path):
     stream = biased(Stream.draw(6))
     in_memory = Sim(METHODS[name], stream, prompt, dtype=dtype)

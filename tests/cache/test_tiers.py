@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import METHODS
+from harness import METHODS, either
 from tiny import CONFIG, decoded, start
 
 import kvjax
@@ -27,9 +27,10 @@ def tiers(state) -> list[TieredPool]:
     return [one.pool for one in state.layers if isinstance(one.pool, TieredPool)]
 
 
-@pytest.mark.parametrize(("name", "driver", "backend"), [
+@pytest.mark.parametrize(("name", "driver", "backend"), either(
     ("dynakv", "staged", "io"), ("quest", "fused", "buffer"), ("kvswap", "staged", "io"),
-])
+    slow=(("quest", "staged", "buffer"),),
+))
 def test_a_host_tier_changes_no_bit(params, tokens, name, driver, backend, tmp_path):
     """Given methods that append, hold and split, against all blocks in memory with the same driver."""
     expected = teacher_forced(params, tokens, METHODS[name], driver, steps=STEPS)

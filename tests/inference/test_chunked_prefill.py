@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import METHODS
+from harness import METHODS, either
 from tiny import CAPACITY, CONFIG, PROMPT, dense, start, temporaries
 
 from kvjax.errors import ConfigError, PromptError, ReadFailed
@@ -73,7 +73,7 @@ def test_a_chunk_of_one_is_a_decoded_token(params, tokens, name):
         np.testing.assert_array_equal(ours.state.tail.token, theirs.state.tail.token)
 
 
-@pytest.mark.parametrize("name", ["dynakv_merge", "dynakv_local"])
+@pytest.mark.parametrize("name", either("dynakv_merge", "dynakv_local", slow=("dynakv",)))
 def test_every_token_has_one_place(params, tokens, name):
     _, state, _, _ = extended(params, tokens, METHODS[name], 8)
     for one in state.layers:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import METHODS, UNLIKE, compiled, plan_of
+from harness import METHODS, UNLIKE, compiled, either, plan_of
 from tiny import CAPACITY, CONFIG, PROMPT, decoded, dense, start, temporaries
 
 from kvjax.cache import callbacks
@@ -344,7 +344,7 @@ def test_ctrl_c_amid_a_callback_stays_ctrl_c(params, tokens, monkeypatch, driver
     branch.close()
 
 
-@pytest.mark.parametrize("prefetch", ["off", "step"])
+@pytest.mark.parametrize("prefetch", either("off", "step", slow=("layer",)))
 def test_callbacks_are_undeclared_and_all_there(params, tokens, prefetch):
     """With declared effects each call would be dispatched in Python; without, XLA might drop or merge some."""
     plan, state, _, _ = start(params, tokens, METHODS["dynakv"], HostStore(), prefetch=prefetch)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import METHODS
+from harness import METHODS, either
 from tiny import make_params
 from tokenizers import Tokenizer
 
@@ -69,10 +69,11 @@ def _arrays(result):
     return jax.tree.leaves(jax.device_get((state.layers, state.length, state.ref.generation, result.cache.logits)))
 
 
-@pytest.mark.parametrize(("kind", "batch", "how"), [
+@pytest.mark.parametrize(("kind", "batch", "how"), either(
     ("memory", 1, kvjax.Sampling(temperature=0.7)), ("flash", 3, WARM), ("io", 1, kvjax.Sampling()),
     ("memory", 3, kvjax.Sampling(temperature=1.5, top_k=50, top_p=0.9)),
-])
+    slow=(("memory", 1, kvjax.Sampling()), ("flash", 1, kvjax.Sampling(temperature=0.7)), ("io", 3, WARM)),
+))
 def test_answers_and_costs_are_those_of_single_tokens(llm, tmp_path, kind, batch, how):
     """Given a batch, sequences end at different draws, and the last one by the number of tokens."""
     store = {"memory": None, "flash": kvjax.FlashStore(directory=tmp_path), "io": kvjax.HostStore()}[kind]

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import METHODS, Sim, Stream, check_runs_stored_once
+from harness import METHODS, Sim, Stream, check_runs_stored_once, either
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -92,9 +92,10 @@ def test_writing_a_row_makes_no_copy_of_the_blocks(dtype):
     np.testing.assert_array_equal(np.asarray(key.unpacked()[0, :, 1], np.float32), 3)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [
+@pytest.mark.parametrize(("name", "dtype"), either(
     *((name, "int8") for name in ("full", "quest", "kvswap")), ("full", "int4"), ("dynakv_merge", "int4"),
-])
+    slow=(("dynakv", "int8"),),
+))
 def test_flash_and_memory_give_equal_bits_near_those_of_floats(name, dtype, tmp_path):
     stream = Stream.draw(6)
     floats = Sim(METHODS["full"], stream, [40, 25]).run(30)
