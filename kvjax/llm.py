@@ -17,7 +17,6 @@ from jax.sharding import Mesh
 from kvjax.cache.method import Method
 from kvjax.errors import ConfigError, FormatMismatch, PromptError
 from kvjax.inference import arguments, loop, new_cache, progress, questions
-from kvjax.inference import checkpoint as persistence
 from kvjax.inference.answers import Result, Scores
 from kvjax.inference.cache import Cache
 from kvjax.inference.chat import Chat
@@ -28,6 +27,7 @@ from kvjax.inference.new_cache import PrefillDefaults, Wanted
 from kvjax.inference.plan import Slots
 from kvjax.inference.prefill import PromptActivations
 from kvjax.inference.sampling import Sampling
+from kvjax.inference.saves import checkpoint as persistence
 from kvjax.inference.stream import Piece, Stream, TextSoFar
 from kvjax.models import checkpoint, gguf, hf_config
 from kvjax.models.config import ModelConfig

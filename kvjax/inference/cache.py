@@ -9,9 +9,10 @@ import numpy as np
 from kvjax.cache.method import ENDLESS, Method
 from kvjax.cache.pool import StoreRef
 from kvjax.errors import StaleCache
-from kvjax.inference import checkpoint, layer_offload, progress
+from kvjax.inference import layer_offload, progress
 from kvjax.inference.memory import Memory, memory_of
 from kvjax.inference.plan import Plan, State, bytes_of, copy_state
+from kvjax.inference.saves import checkpoint
 from kvjax.store.interface import Branch
 from kvjax.typing import Array
 

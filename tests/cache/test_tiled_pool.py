@@ -14,8 +14,8 @@ from kvjax.attend import attend, init_cache, prefill_cache
 from kvjax.cache.layer import LayerCache
 from kvjax.cache.pool import MemoryPool, Pool, StoreRef
 from kvjax.cache.tiled_pool import TiledPool
-from kvjax.inference import state_file
 from kvjax.inference.plan import Slots, State, make_plan, outline
+from kvjax.inference.saves import state_file
 from kvjax.methods import Full, Quest
 from kvjax.ops import quantize
 from kvjax.ops.kernels import tiles

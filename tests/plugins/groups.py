@@ -10,8 +10,8 @@ _SHARING = {
     "tests/inference/test_layer_offload.py": "tests/inference/test_decode.py",
     "tests/inference/test_prefetch.py": "tests/inference/test_decode.py",
     "tests/cache/test_tiers.py": "tests/inference/test_decode.py",
-    "tests/inference/test_checkpoint.py": "tests/test_llm.py",
-    "tests/inference/test_damaged_saves.py": "tests/test_llm.py",
+    "tests/inference/saves/test_saves.py": "tests/test_llm.py",
+    "tests/inference/saves/test_damaged_saves.py": "tests/test_llm.py",
 }
 # What hardly compiles goes last: its groups are short, so that the workers end at about the same time.
 _QUICK = ("tests/models/", "tests/store/", "tests/eval/tasks/", "tests/calibration/tuner/")

@@ -16,14 +16,14 @@ import pytest
 
 import kvjax
 from kvjax.errors import ChecksumMismatch, FormatMismatch, KvjaxError, NoSpace, NothingSaved, ReadFailed, WriteFailed
-from kvjax.inference import checkpoint, manifest
-from kvjax.inference.manifest import Manifest
+from kvjax.inference.saves import checkpoint, manifest
+from kvjax.inference.saves.manifest import Manifest
 from tests import test_llm
-from tests.inference.test_checkpoint import answers, content, same
+from tests.inference.saves.test_saves import answers, content, same
 from tests.test_llm import CONTEXT, METHOD
 
 llm = test_llm.llm  # a fixture
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -278,7 +278,7 @@ def test_a_killed_save_leaves_what_the_next_removes(llm, directory, cache, tmp_p
     kvjax.save(llm, tmp_path / "model")
     program = f"""
 import os, kvjax
-from kvjax.inference import checkpoint
+from kvjax.inference.saves import checkpoint
 llm = kvjax.load({str(tmp_path / "model")!r})
 cache = llm.restore({str(directory)!r})
 checkpoint._replace = lambda *args: os._exit(9)

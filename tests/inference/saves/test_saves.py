@@ -29,15 +29,16 @@ from kvjax.errors import (
     StoreLocked,
     WriteFailed,
 )
-from kvjax.inference import checkpoint, decode, state_file
+from kvjax.inference import decode
 from kvjax.inference.plan import Slots, State, make_plan, outline
+from kvjax.inference.saves import checkpoint, state_file
 from kvjax.methods.shared.delimiters import Delimiters
 from tests import test_llm
 from tests.harness import DELIMITERS, METHODS
 from tests.test_llm import CONTEXT, METHOD
 
 llm = test_llm.llm  # a fixture
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 
 
 def answers(model, cache, **kwargs) -> list:

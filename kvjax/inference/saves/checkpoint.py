@@ -4,8 +4,8 @@
     DIRECTORY/blocks.kv               a store's blocks, as a store file (`kvjax.store.format.pages`)
     DIRECTORY/cache.json              only for a cache that is entirely in memory
 
-A *manifest* (`kvjax.inference.manifest`) says which state file is valid and how the cache was made. It is either the
-metadata of the store file's commit, or `cache.json`, which is replaced by a rename. The state file is synced to the
+A *manifest* (`kvjax.inference.saves.manifest`) says which state file is valid and how the cache was made. It is either
+the metadata of the store file's commit, or `cache.json`, which is replaced by a rename. The state file is synced to the
 device first, so this single step saves both or neither. State files that no manifest names are *strays*. A save removes
 its own stray when it fails; the next save or restoration removes those of killed processes. If anything is damaged,
 nothing is removed, because it may still be needed.
@@ -43,9 +43,10 @@ from kvjax.errors import (
     StoreLocked,
     typed,
 )
-from kvjax.inference import layer_offload, manifest, state_file
-from kvjax.inference.manifest import Manifest
+from kvjax.inference import layer_offload
 from kvjax.inference.plan import Plan, Slots, State, make_plan, store_geometry
+from kvjax.inference.saves import manifest, state_file
+from kvjax.inference.saves.manifest import Manifest
 from kvjax.methods import METHODS, name_of
 from kvjax.models.config import ModelConfig
 from kvjax.store.flash.branch import FlashBranch

@@ -1,0 +1,1 @@
+"""Saving a cache to a directory, and restoring it in another process."""
