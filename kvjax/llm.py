@@ -27,7 +27,7 @@ from kvjax.inference.new_cache import PrefillDefaults, Wanted
 from kvjax.inference.plan import Slots
 from kvjax.inference.prefill import PromptActivations
 from kvjax.inference.sampling import Sampling
-from kvjax.inference.saves import checkpoint as persistence
+from kvjax.inference.saves import restoring
 from kvjax.inference.stream import Piece, Stream, TextSoFar
 from kvjax.models import checkpoint, gguf, hf_config
 from kvjax.models.config import ModelConfig
@@ -190,7 +190,7 @@ class LLM(TextModel):
         if self.layout is not None:
             raise ConfigError("saved caches are restored on one device; load the model without mesh=, or prefill again")
         with progress.shown("restoring"):
-            restored = persistence.restore(
+            restored = restoring.restore(
                 directory, self.config, self.fingerprint, method=method, slots=slots, read_only=read_only,
                 store_settings=store_settings,
             )

@@ -12,7 +12,7 @@ from kvjax.errors import StaleCache
 from kvjax.inference import layer_offload, progress
 from kvjax.inference.memory import Memory, memory_of
 from kvjax.inference.plan import Plan, State, bytes_of, copy_state
-from kvjax.inference.saves import checkpoint
+from kvjax.inference.saves import saving
 from kvjax.store.interface import Branch
 from kvjax.typing import Array
 
@@ -137,7 +137,7 @@ class Cache:
         self._check_current(self.branch)
         state = dataclasses.replace(self.state, layers=layer_offload.everything(self.state.layers))
         with progress.shown("saving"):
-            checkpoint.save(directory, self.plan, state, self.logits, self.pending, self.branch, self.fingerprint)
+            saving.save(directory, self.plan, state, self.logits, self.pending, self.branch, self.fingerprint)
 
     def close(self) -> None:
         """Releases the cache's blocks in the store; forks are not affected. Raises StoreError if a write failed."""

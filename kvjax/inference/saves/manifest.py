@@ -15,6 +15,7 @@ from kvjax.errors import ChecksumMismatch, ConfigError, FormatMismatch, ReadFail
 VERSION = 6
 _MOST_TOKENS = 1 << 40  # beyond, sizes of arrays overflow
 _STATE = re.compile(r"state-[0-9a-f]{12}")
+Pending = tuple[tuple[int, ...], ...]  # tokens of each sequence that must be fed before anything else
 
 
 @dataclasses.dataclass(frozen=True)

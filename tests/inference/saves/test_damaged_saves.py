@@ -16,7 +16,7 @@ import pytest
 
 import kvjax
 from kvjax.errors import ChecksumMismatch, FormatMismatch, KvjaxError, NoSpace, NothingSaved, ReadFailed, WriteFailed
-from kvjax.inference.saves import checkpoint, manifest
+from kvjax.inference.saves import manifest, state_file
 from kvjax.inference.saves.manifest import Manifest
 from tests import test_llm
 from tests.inference.saves.test_saves import answers, content, same
@@ -253,7 +253,7 @@ def test_strays_of_killed_saves_are_removed(llm, directory, kind, how, monkeypat
     elif how == "save":
         cache.save(directory)
     else:
-        monkeypatch.setattr(checkpoint.state_file, "save", lambda *args: (_ for _ in ()).throw(NoSpace("full")))
+        monkeypatch.setattr(state_file, "save", lambda *args: (_ for _ in ()).throw(NoSpace("full")))
         with pytest.raises(NoSpace, match="full"):
             cache.save(directory)
     assert not [name for name in content(directory) if "0123456789ab" in name]
@@ -278,10 +278,10 @@ def test_a_killed_save_leaves_what_the_next_removes(llm, directory, cache, tmp_p
     kvjax.save(llm, tmp_path / "model")
     program = f"""
 import os, kvjax
-from kvjax.inference.saves import checkpoint
+from kvjax.inference.saves import place
 llm = kvjax.load({str(tmp_path / "model")!r})
 cache = llm.restore({str(directory)!r})
-checkpoint._replace = lambda *args: os._exit(9)
+place.replace = lambda *args: os._exit(9)
 llm.generate("abc", cache, max_new_tokens=4).cache.save({str(directory)!r})
 """
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 9

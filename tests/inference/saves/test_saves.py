@@ -31,7 +31,7 @@ from kvjax.errors import (
 )
 from kvjax.inference import decode
 from kvjax.inference.plan import Slots, State, make_plan, outline
-from kvjax.inference.saves import checkpoint, state_file
+from kvjax.inference.saves import place, restoring, saving, state_file
 from kvjax.methods.shared.delimiters import Delimiters
 from tests import test_llm
 from tests.harness import DELIMITERS, METHODS
@@ -138,8 +138,8 @@ def test_the_state_of_every_method_is_restored(tmp_path, name, dtype):
     layers = [drawn(one, rng) for one in _outlines(plan)]
     state = State(tuple(layers), jnp.array([3, 5], jnp.int32), StoreRef(jnp.int32(-1), jnp.int32(0)))
     logits = jnp.asarray(rng.normal(size=(2, test_llm.CONFIG.vocab_size)), jnp.float32)
-    checkpoint.save(tmp_path, plan, state, logits, ((7,), ()), None, "model")
-    found = checkpoint.restore(tmp_path, test_llm.CONFIG, "model")
+    saving.save(tmp_path, plan, state, logits, ((7,), ()), None, "model")
+    found = restoring.restore(tmp_path, test_llm.CONFIG, "model")
     assert found.plan == plan
     same((found.state, found.logits), (state, logits))
 
@@ -204,8 +204,8 @@ def test_a_save_that_is_interrupted_is_not_visible(llm, make, tmp_path, monkeypa
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint, "_replace", interrupt)
-    monkeypatch.setattr(checkpoint, "_save_blocks", interrupt)
+    monkeypatch.setattr(place, "replace", interrupt)
+    monkeypatch.setattr(saving, "_save_blocks", interrupt)
     with pytest.raises(KeyboardInterrupt):
         later.save(tmp_path / "saved")
     assert content(tmp_path / "saved") == before, "the save has removed what it made"
@@ -344,16 +344,16 @@ def test_what_a_directory_holds_is_looked_at_with_the_lock_held(llm, tmp_path, m
     """Given somebody who saves a cache of the other kind just before: that one stays."""
     memory = llm.prefill(CONTEXT, method=METHOD)
     flash = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(file=tmp_path / "elsewhere.kv"))
-    saving = checkpoint._saving
+    locked = place.locked
 
     @contextlib.contextmanager
     def late(directory):
-        monkeypatch.setattr(checkpoint, "_saving", saving)
+        monkeypatch.setattr(place, "locked", locked)
         flash.save(directory)
-        with saving(directory):
+        with locked(directory):
             yield
 
-    monkeypatch.setattr(checkpoint, "_saving", late)
+    monkeypatch.setattr(place, "locked", late)
     with pytest.raises(ConfigError, match="holds a cache in a store"):
         memory.save(tmp_path / "saved")
     flash.close()
@@ -452,7 +452,7 @@ def test_what_restores_nothing_is_refused_by_name(unchecked, llm, tmp_path, sett
 
 def test_one_save_at_a_time(llm, make, tmp_path):
     cache = make()
-    with checkpoint._saving(tmp_path / "saved"), pytest.raises(StoreLocked, match="saved to"):
+    with place.locked(tmp_path / "saved"), pytest.raises(StoreLocked, match="saved to"):
         cache.save(tmp_path / "saved")
     cache.save(tmp_path / "saved")
 
