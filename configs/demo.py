@@ -14,7 +14,7 @@ import ml_collections
 
 def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
-    config.experiment = "demo"
+    config.experiment = "demo.main_job"
     config.seed = 0
     config.model = ""  # empty: the reference model for 8,192 tokens
     config.dtype = "float32"  # of the weights

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import kvjax
 from configs.demo import get_config
-from experiments import common, demo
+from experiments import common
+from experiments.demo import main_job
 from kvjax.errors import ConfigError, KvjaxError, PromptError
 from kvjax.inference.plan import make_plan
 
@@ -48,7 +49,7 @@ def make_config(model, text: str, directory, **settings):
 @pytest.mark.parametrize("settings", [{}, {"chat": True, "chunk": 16}], ids=["plain", "chat_in_chunks"])
 def test_a_text_of_ones_own_is_read_and_asked_about(model, tmp_path, settings, capsys):
     config = make_config(model, " ".join(f"w{i % 40}" for i in range(60)), tmp_path, **settings)
-    demo.run(config, str(tmp_path / "run"))
+    main_job.run(config, str(tmp_path / "run"))
     rows = json.loads((tmp_path / "run" / "summary.json").read_text())["rows"]
     assert [row["method"] for row in rows] == ["quest@24", "dynakv@24"]
     for row in rows:
@@ -62,29 +63,29 @@ def test_a_text_of_ones_own_is_read_and_asked_about(model, tmp_path, settings, c
 def test_an_answer_to_a_text_of_ones_own_may_be_long(model, tmp_path, monkeypatch, given, most):
     asked, config = [], make_config(model, "w1 w2 w3 w4", tmp_path, store="host")
     config.update(max_new_tokens=given, methods=METHODS[:1])
-    ask = demo.Conversation.ask
-    monkeypatch.setattr(demo.Conversation, "ask", lambda *args: asked.append(args[-1]) or ask(*args))
-    demo.run(config, str(tmp_path / "run"))
+    ask = main_job.Conversation.ask
+    monkeypatch.setattr(main_job.Conversation, "ask", lambda *args: asked.append(args[-1]) or ask(*args))
+    main_job.run(config, str(tmp_path / "run"))
     assert asked == [most]
 
 
 def test_an_answer_about_needles_has_room_for_their_digits():
-    assert demo.answer_tokens(get_config()) == 8
+    assert main_job.answer_tokens(get_config()) == 8
 
 
 def test_a_run_goes_on_and_is_not_mixed_with_another(model, tmp_path, monkeypatch):
     config = make_config(model, "w1 w2 w3 w4", tmp_path)
-    demo.run(config, str(tmp_path / "run"))
+    main_job.run(config, str(tmp_path / "run"))
     text = (tmp_path / "run" / "summary.json").read_text()
     assert "NaN" not in text
-    monkeypatch.setattr(demo, "answer_all", lambda *args: pytest.fail("measured again"))
-    demo.run(config, str(tmp_path / "run"))
+    monkeypatch.setattr(main_job, "answer_all", lambda *args: pytest.fail("measured again"))
+    main_job.run(config, str(tmp_path / "run"))
     (tmp_path / "text.txt").write_text("w4 w3 w2 w1")
     with pytest.raises(ConfigError, match="another text or model"):
-        demo.run(config, str(tmp_path / "run"))
+        main_job.run(config, str(tmp_path / "run"))
     config.question = "w7"
     with pytest.raises(ConfigError, match="another configuration: question"):
-        demo.run(config, str(tmp_path / "run"))
+        main_job.run(config, str(tmp_path / "run"))
 
 
 def test_a_name_that_is_too_long_is_no_text_and_no_model(model, tmp_path):
@@ -93,7 +94,7 @@ def test_a_name_that_is_too_long_is_no_text_and_no_model(model, tmp_path):
         changed = config.copy_and_resolve_references()
         changed[field] = "n" * 5000
         with pytest.raises(KvjaxError, match=words):
-            demo.run(changed, str(tmp_path / "run"))
+            main_job.run(changed, str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
@@ -102,14 +103,14 @@ def test_a_chat_template_that_alters_messages_is_refused(model):
     for template in ("user bot", "{{ messages[0].content }} {{ messages[0].content }}"):
         other = kvjax.LLM(CONFIG, llm.params, dataclasses.replace(llm.tokenizer, template=template))
         with pytest.raises(PromptError, match="chat=False"):
-            demo._in_template(other, "w1 w2", "w3")
+            main_job._in_template(other, "w1 w2", "w3")
 
 
 def test_type_and_slots_of_a_method_have_their_effect(model, tmp_path):
     changes = {}, {"label": "int8", "dtype": "int8"}, {"label": "again", "slots": {"keep": False}}
     config = make_config(model, " ".join(f"w{i % 40}" for i in range(60)), tmp_path, store="host")
     config.methods = tuple({**METHODS[0], **change} for change in changes)
-    demo.run(config, str(tmp_path / "run"))
+    main_job.run(config, str(tmp_path / "run"))
     rows = json.loads((tmp_path / "run" / "summary.json").read_text())["rows"]
     (usual, int8, again) = ([row[key] for key in ("resident_bytes", "hit_rate")] for row in rows)
     assert int8[0] < usual[0] and again[1] == 0.0 < usual[1]
@@ -125,7 +126,7 @@ def test_methods_types_and_slots_that_do_not_fit_leave_nothing_behind(model, tmp
     config = make_config(model, "w1 w2 w3", tmp_path, **changes)
     config.methods = (settings,)
     with pytest.raises(KvjaxError, match=words):
-        demo.run(config, str(tmp_path / "run"))
+        main_job.run(config, str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
@@ -140,14 +141,14 @@ def test_settings_that_make_no_job_are_refused(changes, words):
     config = get_config("smoke")
     config.update(changes)
     with pytest.raises(ConfigError, match=words):
-        demo.run(config, "unused")
+        main_job.run(config, "unused")
 
 
 @pytest.mark.parametrize("needle", ["Hello {nokey}", "{", "{}", "{key.x}", 5])
 def test_a_needle_has_at_most_a_key_to_fill_in(needle):
-    assert demo._cue("The number of {key} is", "word") == "The number of word is"
+    assert main_job._cue("The number of {key} is", "word") == "The number of word is"
     with pytest.raises(ConfigError, match="is not a sentence"):
-        demo._cue(needle, "word")
+        main_job._cue(needle, "word")
 
 
 @pytest.mark.parametrize("settings", METHODS, ids=lambda settings: settings["name"])
@@ -156,23 +157,23 @@ def test_a_method_has_as_many_slots_as_its_limit_leaves(settings):
     least, most = plan.layers[0].spec.max_blocks + 1, plan.layers[0].spec.num_blocks + 1
     assert least + 7 < most
     for count in (least, least + 7, most):
-        limit = demo.resident_bytes(plan, kvjax.Slots(count=count)) + demo.store_bytes_at_most(plan)
-        assert demo.fit_slots(plan, limit, "x") == kvjax.Slots(count=count)
+        limit = main_job.resident_bytes(plan, kvjax.Slots(count=count)) + main_job.store_bytes_at_most(plan)
+        assert main_job.fit_slots(plan, limit, "x") == kvjax.Slots(count=count)
         if count > least:
-            assert demo.fit_slots(plan, limit - 1, "x") == kvjax.Slots(count=count - 1)
-    assert demo.fit_slots(plan, 1 << 40, "x").count == most  # more would never be used
+            assert main_job.fit_slots(plan, limit - 1, "x") == kvjax.Slots(count=count - 1)
+    assert main_job.fit_slots(plan, 1 << 40, "x").count == most  # more would never be used
 
 
 def test_full_attention_shares_slots_where_its_blocks_do_not_fit_and_is_refused_where_those_of_a_layer_do_not():
     plan = make_plan(CONFIG, kvjax.Full(page=4), 1, 512)
-    whole, shared = (demo.resident_bytes(plan, slots) for slots in (kvjax.Slots(), kvjax.Slots(keep=False)))
+    whole, shared = (main_job.resident_bytes(plan, slots) for slots in (kvjax.Slots(), kvjax.Slots(keep=False)))
     assert shared < 0.6 * whole  # of two layers
-    store = demo.store_bytes_at_most(plan)
-    assert demo.fit_slots(plan, whole + store, "full").keep
+    store = main_job.store_bytes_at_most(plan)
+    assert main_job.fit_slots(plan, whole + store, "full").keep
     for limit in (whole + store - 1, shared + store):
-        assert demo.fit_slots(plan, limit, "full") == kvjax.Slots(keep=False)
+        assert main_job.fit_slots(plan, limit, "full") == kvjax.Slots(keep=False)
     with pytest.raises(ConfigError, match=r"^full needs 4\.7 MiB and the limit is 4\.6; raise --config\.memory"):
-        demo.fit_slots(plan, shared + store - 1, "full")
+        main_job.fit_slots(plan, shared + store - 1, "full")
 
 
 @pytest.mark.parametrize("settings", [{"name": "full"}, {**METHODS[0], "slots": {"count": 20}}])
@@ -180,15 +181,15 @@ def test_a_limit_that_cannot_be_kept_leaves_nothing_behind(model, tmp_path, sett
     config = make_config(model, " ".join(f"w{i % 40}" for i in range(60)), tmp_path, memory=3.5)
     config.methods = (settings,)
     with pytest.raises(ConfigError, match=r"the limit is 3\.5; raise --config\.memory"):
-        demo.run(config, str(tmp_path / "run"))
+        main_job.run(config, str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
 def test_a_cache_that_takes_more_than_was_planned_is_an_error(model, tmp_path, monkeypatch):
     config = make_config(model, "w1 w2 w3 w4", tmp_path)
-    monkeypatch.setattr(demo.Conversation, "_held", lambda self: 7 << 20)
+    monkeypatch.setattr(main_job.Conversation, "_held", lambda self: 7 << 20)
     with pytest.raises(ConfigError, match=r"held 7\.0 MiB and the limit is 6\.0"):
-        demo.run(config, str(tmp_path / "run"))
+        main_job.run(config, str(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("settings", [{"name": "full"}, *METHODS], ids=lambda settings: settings["name"])
@@ -200,7 +201,7 @@ def test_what_is_measured_is_what_jax_holds_of_a_cache(model, tmp_path, settings
     slots = kvjax.Slots(keep=False) if settings["name"] == "full" else None
     cache = llm.prefill([" ".join(f"w{i % 40}" for i in range(60))], method=common.make_method(settings),
                         store=kvjax.FlashStore(directory=tmp_path), slots=slots, capacity=128)
-    talk = demo.Conversation(llm, cache, "staged")
+    talk = main_job.Conversation(llm, cache, "staged")
     logits = cache.logits.nbytes
     del cache
     held = []
@@ -222,7 +223,7 @@ def test_answers_are_those_of_the_front_door(model, tmp_path):
                             capacity=128)
         first = llm.generate(["w5 w6"], cache, max_new_tokens=4)
         second = llm.generate(["w7"], first.cache, max_new_tokens=4)
-        talk = demo.Conversation(llm, cache, "staged")
+        talk = main_job.Conversation(llm, cache, "staged")
         assert [talk.ask("w5 w6", (), 4), talk.ask("w7", (), 4)] == first.text + second.text
         for used in (first.cache, second.cache, talk):
             used.close()
@@ -234,4 +235,4 @@ def test_answers_are_those_of_the_front_door(model, tmp_path):
     ({"store": "flash:nvme", "direct": True, "disk": "nvme (emulated)"}, "from an emulated device, nvme"),
 ])
 def test_the_table_says_where_reads_come_from(row, words):
-    assert words in demo.reads_of(row)
+    assert words in main_job.reads_of(row)

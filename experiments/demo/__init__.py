@@ -1,0 +1,1 @@
+"""The main job: questions to a document whose KV cache does not fit the memory that it is given."""
