@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import kvjax
 from configs.demo import get_config
 from experiments import common
-from experiments.demo import main_job
+from experiments.demo import job, main_job, memory_limit, table
+from experiments.demo.conversation import Conversation
 from kvjax.errors import ConfigError, KvjaxError, PromptError
 from kvjax.inference.plan import make_plan
 
@@ -63,14 +64,14 @@ def test_a_text_of_ones_own_is_read_and_asked_about(model, tmp_path, settings, c
 def test_an_answer_to_a_text_of_ones_own_may_be_long(model, tmp_path, monkeypatch, given, most):
     asked, config = [], make_config(model, "w1 w2 w3 w4", tmp_path, store="host")
     config.update(max_new_tokens=given, methods=METHODS[:1])
-    ask = main_job.Conversation.ask
-    monkeypatch.setattr(main_job.Conversation, "ask", lambda *args: asked.append(args[-1]) or ask(*args))
+    ask = Conversation.ask
+    monkeypatch.setattr(Conversation, "ask", lambda *args: asked.append(args[-1]) or ask(*args))
     main_job.run(config, str(tmp_path / "run"))
     assert asked == [most]
 
 
 def test_an_answer_about_needles_has_room_for_their_digits():
-    assert main_job.answer_tokens(get_config()) == 8
+    assert job.answer_tokens(get_config()) == 8
 
 
 def test_a_run_goes_on_and_is_not_mixed_with_another(model, tmp_path, monkeypatch):
@@ -103,7 +104,7 @@ def test_a_chat_template_that_alters_messages_is_refused(model):
     for template in ("user bot", "{{ messages[0].content }} {{ messages[0].content }}"):
         other = kvjax.LLM(CONFIG, llm.params, dataclasses.replace(llm.tokenizer, template=template))
         with pytest.raises(PromptError, match="chat=False"):
-            main_job._in_template(other, "w1 w2", "w3")
+            job._in_template(other, "w1 w2", "w3")
 
 
 def test_type_and_slots_of_a_method_have_their_effect(model, tmp_path):
@@ -146,9 +147,9 @@ def test_settings_that_make_no_job_are_refused(changes, words):
 
 @pytest.mark.parametrize("needle", ["Hello {nokey}", "{", "{}", "{key.x}", 5])
 def test_a_needle_has_at_most_a_key_to_fill_in(needle):
-    assert main_job._cue("The number of {key} is", "word") == "The number of word is"
+    assert job._cue("The number of {key} is", "word") == "The number of word is"
     with pytest.raises(ConfigError, match="is not a sentence"):
-        main_job._cue(needle, "word")
+        job._cue(needle, "word")
 
 
 @pytest.mark.parametrize("settings", METHODS, ids=lambda settings: settings["name"])
@@ -157,23 +158,23 @@ def test_a_method_has_as_many_slots_as_its_limit_leaves(settings):
     least, most = plan.layers[0].spec.max_blocks + 1, plan.layers[0].spec.num_blocks + 1
     assert least + 7 < most
     for count in (least, least + 7, most):
-        limit = main_job.resident_bytes(plan, kvjax.Slots(count=count)) + main_job.store_bytes_at_most(plan)
-        assert main_job.fit_slots(plan, limit, "x") == kvjax.Slots(count=count)
+        limit = memory_limit.resident_bytes(plan, kvjax.Slots(count=count)) + memory_limit.store_bytes_at_most(plan)
+        assert memory_limit.fit_slots(plan, limit, "x") == kvjax.Slots(count=count)
         if count > least:
-            assert main_job.fit_slots(plan, limit - 1, "x") == kvjax.Slots(count=count - 1)
-    assert main_job.fit_slots(plan, 1 << 40, "x").count == most  # more would never be used
+            assert memory_limit.fit_slots(plan, limit - 1, "x") == kvjax.Slots(count=count - 1)
+    assert memory_limit.fit_slots(plan, 1 << 40, "x").count == most  # more would never be used
 
 
 def test_full_attention_shares_slots_where_its_blocks_do_not_fit_and_is_refused_where_those_of_a_layer_do_not():
     plan = make_plan(CONFIG, kvjax.Full(page=4), 1, 512)
-    whole, shared = (main_job.resident_bytes(plan, slots) for slots in (kvjax.Slots(), kvjax.Slots(keep=False)))
+    whole, shared = (memory_limit.resident_bytes(plan, slots) for slots in (kvjax.Slots(), kvjax.Slots(keep=False)))
     assert shared < 0.6 * whole  # of two layers
-    store = main_job.store_bytes_at_most(plan)
-    assert main_job.fit_slots(plan, whole + store, "full").keep
+    store = memory_limit.store_bytes_at_most(plan)
+    assert memory_limit.fit_slots(plan, whole + store, "full").keep
     for limit in (whole + store - 1, shared + store):
-        assert main_job.fit_slots(plan, limit, "full") == kvjax.Slots(keep=False)
+        assert memory_limit.fit_slots(plan, limit, "full") == kvjax.Slots(keep=False)
     with pytest.raises(ConfigError, match=r"^full needs 4\.7 MiB and the limit is 4\.6; raise --config\.memory"):
-        main_job.fit_slots(plan, shared + store - 1, "full")
+        memory_limit.fit_slots(plan, shared + store - 1, "full")
 
 
 @pytest.mark.parametrize("settings", [{"name": "full"}, {**METHODS[0], "slots": {"count": 20}}])
@@ -187,7 +188,7 @@ def test_a_limit_that_cannot_be_kept_leaves_nothing_behind(model, tmp_path, sett
 
 def test_a_cache_that_takes_more_than_was_planned_is_an_error(model, tmp_path, monkeypatch):
     config = make_config(model, "w1 w2 w3 w4", tmp_path)
-    monkeypatch.setattr(main_job.Conversation, "_held", lambda self: 7 << 20)
+    monkeypatch.setattr(Conversation, "_held", lambda self: 7 << 20)
     with pytest.raises(ConfigError, match=r"held 7\.0 MiB and the limit is 6\.0"):
         main_job.run(config, str(tmp_path / "run"))
 
@@ -201,7 +202,7 @@ def test_what_is_measured_is_what_jax_holds_of_a_cache(model, tmp_path, settings
     slots = kvjax.Slots(keep=False) if settings["name"] == "full" else None
     cache = llm.prefill([" ".join(f"w{i % 40}" for i in range(60))], method=common.make_method(settings),
                         store=kvjax.FlashStore(directory=tmp_path), slots=slots, capacity=128)
-    talk = main_job.Conversation(llm, cache, "staged")
+    talk = Conversation(llm, cache, "staged")
     logits = cache.logits.nbytes
     del cache
     held = []
@@ -223,7 +224,7 @@ def test_answers_are_those_of_the_front_door(model, tmp_path):
                             capacity=128)
         first = llm.generate(["w5 w6"], cache, max_new_tokens=4)
         second = llm.generate(["w7"], first.cache, max_new_tokens=4)
-        talk = main_job.Conversation(llm, cache, "staged")
+        talk = Conversation(llm, cache, "staged")
         assert [talk.ask("w5 w6", (), 4), talk.ask("w7", (), 4)] == first.text + second.text
         for used in (first.cache, second.cache, talk):
             used.close()
@@ -235,4 +236,4 @@ def test_answers_are_those_of_the_front_door(model, tmp_path):
     ({"store": "flash:nvme", "direct": True, "disk": "nvme (emulated)"}, "from an emulated device, nvme"),
 ])
 def test_the_table_says_where_reads_come_from(row, words):
-    assert words in main_job.reads_of(row)
+    assert words in table.reads_of(row)
