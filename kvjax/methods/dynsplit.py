@@ -28,10 +28,10 @@ Differences from the paper:
 Choices the paper leaves open: alpha = 0.5 and Delta = 4 (C = 14 is its "window length parameter"). `sentence` and
 `no_length` have no shortest block, so `shortest` bounds the number of blocks there, and `longest` their arrays.
 
-Resident: 2 D numbers per block, D with `vectors="mean"`. Cost of a prompt: its T^2 scores per query head in each layer
-are computed once more, about what its attention costs; `observation` queries instead of all T take `observation` / T of
-that, and weigh delimiters by the end of the prompt alone, which differs. Cost per step: a score per block, then the
-selected blocks.
+Resident: 2 D numbers per block, D with `vectors="mean"`. Cost of a prompt: its T^2 / 2 scores per query head in each
+layer are computed and summed once more; `observation` queries instead of all T take `observation` / T of that at least,
+and weigh delimiters by the end of the prompt alone, which differs. Cost per step: a score per block, then the selected
+blocks.
 """
 
 import dataclasses

@@ -23,9 +23,10 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.types import Context, Spec
-from kvjax.methods.shared.observation import queries_in_parts, query_weights
+from kvjax.methods.shared.observation import near_weights, queries_in_parts
 from kvjax.typing import Array, Bool, Float, Int32
 
+_TOGETHER = 128  # queries of a prompt scored at once
 RAREST = 4  # occurrences below which a delimiter of a prompt has no score of its own
 
 
@@ -49,14 +50,14 @@ class Importance:
 PAPER_RULE = Importance()
 
 
-def gain_of(weight: Float[Array, "C T"], at: Int32[Array, "C"], rule: Importance) -> Float[Array, "C W"]:
+def gain_of(weight: Float[Array, "C N"], at: Int32[Array, "C"], rule: Importance) -> Float[Array, "C W"]:
     """Returns the contribution of each query to the scores of the W tokens before it (lines 6 to 8).
 
     The attention of a query sums to one, so its last W + R weights determine the rest, which goes to keys further back.
 
     Args:
-      weight: [C, T], attention weights, mean over heads.
-      at: int32[C], positions of the queries.
+      weight: [C, N], attention weights, mean over heads, on the last W + R keys of each query at least.
+      at: int32[C], columns of the queries' own keys.
       rule: settings of Algorithm 1.
 
     Returns:
@@ -88,10 +89,10 @@ def prompt_scores(
       ConfigError: the queries are not known.
     """
     def gain(queries):
-        weight = spec.shards.mean(jnp.mean(query_weights(spec, context, *queries), axis=(0, 1)))
-        return gain_of(weight, queries[1], rule)
+        weight, first = near_weights(spec, context, *queries, rule.future + rule.overlap)
+        return gain_of(spec.shards.mean(jnp.mean(weight, axis=(0, 1))), queries[1] - first, rule)
 
-    gains = jax.lax.map(gain, queries_in_parts(context)).reshape(-1, rule.future)
+    gains = jax.lax.map(gain, queries_in_parts(context, _TOGETHER)).reshape(-1, rule.future)
     scored = max(0, context.query_pos.shape[0] - rule.future + 1)
     # Entry j of a query's row is for the token j + 1 before it, whose followers are the queries n to n + W - 1.
     score = jnp.mean(jnp.stack([gains[j : j + scored, j] for j in range(rule.future)]), axis=0)

@@ -15,6 +15,7 @@ from kvjax.ops.topk import AGGREGATIONS, aggregate
 from kvjax.typing import Array, Bool, Float, Int32
 
 _TOGETHER = 32  # queries scored at once: bounds memory by K G _TOGETHER T
+_KEYS = 256  # keys scored at once where only the sum of all weights is needed, so that scores stay in caches of a CPU
 
 
 def observation_scores(spec: Spec, context: Context) -> Float[Array, "K G T"]:
@@ -41,9 +42,17 @@ def observation_scores(spec: Spec, context: Context) -> Float[Array, "K G T"]:
     return jax.lax.scan(add, nothing, parts)[0]
 
 
-def queries_in_parts(context: Context) -> tuple[Float[Array, "P K G C D"], Int32[Array, "P C"]]:
-    """Returns a prompt's last queries and their positions in parts, oldest first, which bounds the memory of their
-    attention; the last part is filled up with queries at position -1.
+def queries_in_parts(
+    context: Context, together: int = _TOGETHER
+) -> tuple[Float[Array, "P K G C D"], Int32[Array, "P C"]]:
+    """Returns a prompt's last queries and their positions in parts, which bounds the memory of their attention.
+
+    Args:
+      context: the prompt with its last queries.
+      together: C, queries of a part.
+
+    Returns:
+      The queries, oldest first, and their positions; the last part is filled up with queries at position -1.
 
     Raises:
       ConfigError: the queries are not known.
@@ -52,10 +61,10 @@ def queries_in_parts(context: Context) -> tuple[Float[Array, "P K G C D"], Int32
     if not count:
         raise ConfigError("the method needs the prompt's last queries, and got none; set its `observation`, and pass "
                           "`query` if the cache is filled by kvjax.prefill_cache")
-    short = -count % _TOGETHER
+    short = -count % together
     q = jnp.pad(context.query, ((0, 0), (0, 0), (0, short), (0, 0)))
     pos = jnp.pad(context.query_pos, (0, short), constant_values=-1)
-    return einops.rearrange(q, "k g (parts q) d -> parts k g q d", q=_TOGETHER), pos.reshape(-1, _TOGETHER)
+    return einops.rearrange(q, "k g (parts q) d -> parts k g q d", q=together), pos.reshape(-1, together)
 
 
 def query_weights(
@@ -74,6 +83,63 @@ def query_weights(
     scores = soft_capped(scores * q.shape[-1] ** -0.5, spec.soft_cap)
     weight = jax.nn.softmax(jnp.where(seen, scores, NEGATIVE))
     return jnp.where(seen, weight, 0.0)
+
+
+def near_weights(
+    spec: Spec, context: Context, q: Float[Array, "K G C D"], pos: Int32[Array, "C"], reach: int
+) -> tuple[Float[Array, "K G C N"], Int32[Array, ""]]:
+    """Returns the attention weights of successive queries on the keys just before them.
+
+    The softmax is over the whole prompt. Of the weights further back only the sum is computed, in far less time.
+
+    Args:
+      spec: sizes of the layer.
+      context: the prompt.
+      q: [K, G, C, D], rotated queries.
+      pos: int32[C], their positions, ascending by one; -1 at either end = there is no such query.
+      reach: keys before each query, its own included, that are wanted.
+
+    Returns:
+      The weights on N = min(C + `reach`, T) keys, and the position of the first of them.
+    """
+    count, tokens = q.shape[2], context.key.shape[1]
+    keys = min(count + reach, tokens)
+    first = jnp.clip(jnp.max(pos) - count - reach + 2, 0, tokens - keys)
+    scores, seen = _scores(spec, context, q, pos, first, keys)
+    weight = jnp.exp(jnp.where(seen, scores - _log_sums(spec, context, q, pos)[..., None], NEGATIVE))
+    return jnp.where(seen, weight, 0.0), first
+
+
+def _log_sums(
+    spec: Spec, context: Context, q: Float[Array, "K G C D"], pos: Int32[Array, "C"]
+) -> Float[Array, "K G C"]:
+    """Returns the logarithm of the sum of each query's exponentiated scores; no key after the last query is read."""
+    tokens = context.key.shape[1]
+    step = min(_KEYS, tokens)
+    oldest = jnp.max(pos) - q.shape[2] + 1 - (tokens if spec.sliding is None else spec.sliding)
+
+    def add(i, sums):
+        top, total = sums
+        # The last keys may overlap with those before, which then do not count again.
+        scores, seen = _scores(spec, context, q, pos, jnp.minimum(i * step, tokens - step), step, i * step)
+        scores = jnp.where(seen, scores, NEGATIVE)
+        higher = jnp.maximum(top, jnp.max(scores, axis=-1))
+        more = jnp.sum(jnp.where(seen, jnp.exp(scores - higher[..., None]), 0.0), axis=-1)
+        return higher, total * jnp.exp(top - higher) + more
+
+    kind = jnp.promote_types(q.dtype, jnp.float32)
+    nothing = jnp.full(q.shape[:3], NEGATIVE, kind), jnp.zeros(q.shape[:3], kind)
+    top, total = jax.lax.fori_loop(jnp.maximum(oldest, 0) // step, jnp.max(pos) // step + 1, add, nothing)
+    return top + jnp.log(jnp.where(total > 0, total, 1.0))
+
+
+def _scores(spec: Spec, context: Context, q, pos, first, count: int, least=0):
+    """Returns the scores of `count` keys from `first` on, and which of them each query sees, those before `least` left
+    out."""
+    key = jax.lax.dynamic_slice_in_dim(context.key, first, count, axis=1)
+    at = jax.lax.dynamic_slice_in_dim(context.pos, first, count)
+    scores = soft_capped(einsum("kgqd,ktd->kgqt", q, key.astype(q.dtype)) * q.shape[-1] ** -0.5, spec.soft_cap)
+    return scores, (at >= least) & (at <= pos[:, None]) & spec.seen(at, pos[:, None])
 
 
 def stays(spec: Spec, context: Context) -> Bool[Array, "T"]:
