@@ -128,7 +128,7 @@ def find(directory: json_file.Path, config: ModelConfig) -> Weights:
     """
     held, weight_map = _held(directory)
     held = expert_by_expert(held, config)
-    own_head = config.tie_embeddings and HEAD in held and _name_in(held, EMBEDDING) in held
+    own_head = config.tie_embeddings and _name_in(held, HEAD) in held and _name_in(held, EMBEDDING) in held
     if own_head:
         config = dataclasses.replace(config, tie_embeddings=False)
     weights = placed(held, config, weight_map)
@@ -209,7 +209,9 @@ def save_params(
         raise CheckpointError(f"{directory}: cannot create the directory ({error}); choose another path") from error
     try:
         with beside or contextlib.nullcontext(), _files.replacing(path) as temporary:
-            # transformers refuses a file whose metadata does not name a framework.
+            # `save_file` writes an array's memory whatever its strides are; transformers refuses a file whose metadata
+            # does not name a framework.
+            tensors = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
             save_file(tensors, temporary, metadata={"format": "pt"})
             # Last, so that a full disk leaves an earlier model intact.
             hf_config.write_config(config, directory, dtype)

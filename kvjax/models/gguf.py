@@ -18,6 +18,7 @@ from kvjax.errors import CheckpointError
 from kvjax.models import checkpoint, gguf_header, gguf_tokenizer, hf_config, json_file, tensor_file
 from kvjax.models.checkpoint import Weights
 from kvjax.models.gguf_header import GgufHeader
+from kvjax.models.hf_families import FULL
 from kvjax.models.json_file import shown
 from kvjax.models.tensor_file import StoredTensor
 from kvjax.models.tokenizer import TextTokenizer
@@ -50,7 +51,9 @@ _FIELDS = {
 _REQUIRED = ("embedding_length", "attention.head_count", "block_count", "feed_forward_length", "context_length")
 # Fields that are read elsewhere, or say nothing of what the model computes. Another one that is set is an error.
 _OTHERS = {"vocab_size", "attention.value_length", "rope.dimension_count", "rope.scale_linear", "tensor_data_layout"}
-_OF_GEMMA = {"final_logit_softcapping", "mm.tokens_per_image"}  # tokens of an image, which are not read
+# The last is of images, which are not read.
+_OF_GEMMA = {"final_logit_softcapping", "rope.freq_base_swa", "attention.sliding_window_pattern", "mm.tokens_per_image"}
+_OF_PHI3 = ("rope.scaling.original_context_length", "rope.scaling.attn_factor", "rope.scaling.finetuned")
 _WITH_WINDOWS = ("gemma3", "phi3")  # llama.cpp ignores the others' windows
 _LARGEST_GEMMA = 62  # layers of the one whose scores are scaled otherwise than by the head size
 _SCALING = {
@@ -215,14 +218,30 @@ def _gemma(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
     scalar = raw["head_dim"]
     if raw["num_hidden_layers"] == _LARGEST_GEMMA:
         scalar = raw["hidden_size"] // raw["num_attention_heads"]
-    return {"model_type": "gemma3_text", "query_pre_attn_scalar": scalar,
-            "final_logit_softcapping": fields.get("final_logit_softcapping")}
+    found = {"model_type": "gemma3_text", "query_pre_attn_scalar": scalar,
+             "final_logit_softcapping": fields.get("final_logit_softcapping")}
+    if "rope.freq_base_swa" in fields:
+        found["rope_local_base_freq"] = fields["rope.freq_base_swa"]
+    if fields.get("attention.sliding_window_pattern"):
+        found["sliding_window_pattern"] = fields["attention.sliding_window_pattern"]
+    if not fields.get("attention.sliding_window"):
+        found["layer_types"] = [FULL] * raw["num_hidden_layers"]
+    return found
 
 
 def _phi3(
     file: pathlib.Path, header: GgufHeader, fields: Mapping[str, Any], raw: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the fields that only Phi-3 has."""
+    """Returns the fields that only Phi-3 has; its only scaling is longrope, whose factors are tensors."""
+    plain = {"rope.scaling.type": ("none", "longrope"), "rope.scaling.factor": (0.0, 1.0),
+             "rope.scale_linear": (0.0, 1.0)}
+    for name, value in fields.items():
+        if name in plain and value not in plain[name]:
+            raise CheckpointError(f"{file}: phi3.{name} is {shown(value)}; supported: "
+                                  f"{', '.join(map(str, plain[name]))}")
+        if name.startswith("rope.scaling.") and name not in plain and name not in _OF_PHI3 and value:
+            raise CheckpointError(f"{file}: phi3.{name} is {shown(value)}; this field is not supported, and may change "
+                                  "what the model computes")
     original = fields.get("rope.scaling.original_context_length", raw["max_position_embeddings"])
     found = {"original_max_position_embeddings": original, "sliding_window": raw.get("sliding_window") or None,
              "partial_rotary_factor": fields.get("rope.dimension_count", raw["head_dim"]) / raw["head_dim"]}
@@ -256,7 +275,8 @@ def _rope(file: pathlib.Path, header: GgufHeader, fields: Mapping[str, Any], pre
         return _llama3(file, header, fields, given.get("original_context_length", _LENGTH))
     if fields.get("rope.scale_linear", 1.0) != 1.0:
         return {"rope_type": "linear", "factor": fields["rope.scale_linear"]}
-    if given.get("type", "none") == "none":
+    usual = "none" if given.get("factor", 1.0) in (0.0, 1.0) else "linear"  # of llama.cpp
+    if given.setdefault("type", usual) == "none":
         return None
     return {_SCALING[name]: value for name, value in given.items() if name in _SCALING}
 

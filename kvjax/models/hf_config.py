@@ -121,8 +121,9 @@ def _text_part(path: pathlib.Path, raw: Fields) -> Fields:
     text = raw.get("text_config")
     if not isinstance(text, dict):
         raise Section(path, raw).wrong("text_config", "expected the settings of the language model")
-    ids = {name: raw[name] for name in ("bos_token_id", "eos_token_id", "quantization_config") if name in raw}
-    return ids | text | {"model_type": text.get("model_type", "gemma3_text")}
+    names = ("bos_token_id", "eos_token_id", "quantization_config", "tie_word_embeddings")
+    outer = {name: raw[name] for name in names if name in raw}
+    return outer | text | {"model_type": text.get("model_type", "gemma3_text")}
 
 
 def _check_unused(section: Section, family: str) -> None:
@@ -174,7 +175,8 @@ def _switches(section: Section, family: str) -> dict[str, Any]:
 def _gemma_switches(section: Section, family: str) -> dict[str, Any]:
     return {
         "query_scalar": section.number("query_pre_attn_scalar"),
-        "soft_cap": section.number("attn_logit_softcapping", None),
+        # Transformers has the field for Gemma 3, too, and does not use it.
+        "soft_cap": section.number("attn_logit_softcapping", None) if family == "gemma2" else None,
         "logit_cap": section.number("final_logit_softcapping", None),
         "activation": "gelu_tanh", "norm_offset": 1.0, "out_norms": True, "scaled_embedding": True,
     }
@@ -217,7 +219,10 @@ def _windows(section: Section, family: str) -> tuple[int | None, ...]:
     if family == "llama":
         return (None,) * layers
     if family in NO_SWITCH:
-        return (section.integer("sliding_window", default=None),) * layers
+        window = section.integer("sliding_window", default=None)
+        if family == "mistral" and section.fields.get("layer_types") is not None:  # it is then Ministral
+            return _typed_windows(section, layers, window)
+        return (window,) * layers
     if family in ALTERNATING:
         return _alternating_windows(section, family, layers)
     # Where it is off, files of transformers 5 have a window of 0.
@@ -226,6 +231,8 @@ def _windows(section: Section, family: str) -> tuple[int | None, ...]:
         return (window,) * layers
     if section.fields["layer_types"] is not None:
         return _typed_windows(section, layers, window)
+    if window is None:
+        return (None,) * layers
     first = section.integer("max_window_layers", least=0)
     if family == "qwen2_moe":
         return tuple(window if i < first and i % 2 == 0 else None for i in range(layers))
@@ -315,7 +322,7 @@ def _window_fields(config: ModelConfig) -> dict[str, Any]:
     if config.family in ALTERNATING:
         return {"sliding_window": window, "layer_types": kinds}
     if config.family in NO_SWITCH:
-        return {"sliding_window": window}
+        return {"sliding_window": window} | ({"layer_types": kinds} if len(set(kinds)) > 1 else {})
     return {
         "use_sliding_window": window is not None,
         "sliding_window": window,

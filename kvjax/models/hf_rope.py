@@ -15,7 +15,7 @@ def ropes(section: Section, family: str) -> dict[str, Any]:
     if family != "gemma3_text":
         return {"rope": _rope(section, family)}
     newer: Any = section.fields.get("rope_parameters")
-    of_kind = newer if isinstance(newer, dict) and newer.keys() <= {FULL, SLIDING} else {}
+    of_kind = {kind: newer[kind] for kind in (FULL, SLIDING) if kind in newer} if isinstance(newer, dict) else {}
 
     def part(kind: str, theta: str) -> RopeConfig:
         fields = {**section.fields, "rope_theta": section.fields[theta], "rope_parameters": of_kind.get(kind)}
@@ -49,10 +49,10 @@ def _rope(section: Section, family: str) -> RopeConfig:
 
 def _phi3_rope(section: Section, rope: Section) -> RopeConfig:
     """Returns the rotary embedding of Phi-3, whose older files call longrope su, or yarn."""
-    outside = section.fields.get("partial_rotary_factor")
-    inside = rope if outside is None else section  # transformers overwrites the inner one
-    base = RopeConfig(rope.number("rope_theta"), partial=inside.number("partial_rotary_factor", default=1.0))
     kind = rope.require("rope_type", ("default", "longrope", "su", "yarn"))
+    outside = section.fields.get("partial_rotary_factor")
+    stated = rope if outside is None or kind == "default" else section  # as transformers overwrites the inner one
+    base = RopeConfig(rope.number("rope_theta"), partial=stated.number("partial_rotary_factor", default=1.0))
     return base if kind == "default" else _longrope(section, rope, base)
 
 

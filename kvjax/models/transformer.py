@@ -196,11 +196,13 @@ class Block(nn.Module):
         if c.soft_cap is not None or sink_logits is not None:
             return self.finish(x, _dense_attention(c, q, k, v, sink_logits))
         local = None if c.window is None else (c.window - 1, 0)
+        if q.dtype == jnp.float16:  # of which XLA:CPU has no product with this precision
+            q, k, v = (part.astype(jnp.float32) for part in (q, k, v))
         with jax.default_matmul_precision("highest"):  # the function has no argument for it
             attended = jax.nn.dot_product_attention(
                 q, k, v, is_causal=True, local_window_size=local, implementation=self.attention
             )
-        return self.finish(x, attended)
+        return self.finish(x, attended.astype(x.dtype))
 
     def _queries(self, h, positions):
         """Returns rotated queries of the normalised input; attention divides their products by sqrt(D)."""

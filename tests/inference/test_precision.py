@@ -13,6 +13,7 @@ from kvjax.cache.pool import StoreRef
 from kvjax.inference import decode, prefill
 from kvjax.inference.cache import State
 from kvjax.inference.plan import Slots, make_plan
+from kvjax.models.transformer import Transformer
 from tests.harness import METHODS
 from tests.tiny import CAPACITY, CONFIG, make_params
 
@@ -82,3 +83,14 @@ def test_a_layer_in_bfloat16_rounds_what_it_returns_alone():
     for found, expected in zip(prefill._read_layer(config, size, params, x), exact_layer, strict=True):
         assert found.dtype == jnp.bfloat16
         np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=2**-8, atol=1e-6)
+
+
+def test_a_model_in_float16_reads_a_text_on_every_device():
+    """As densely as its widened weights do, but for rounding."""
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), make_params(sharper=1))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 16)), jnp.int32)
+    given = tokens, jnp.broadcast_to(jnp.arange(16, dtype=jnp.int32), tokens.shape)
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
+    found, expected = (Transformer(CONFIG).apply({"params": weights}, *given) for weights in (params, wide))
+    assert found.dtype == jnp.float16
+    np.testing.assert_allclose(found.astype(jnp.float32), expected, atol=0.02)

@@ -311,6 +311,15 @@ def test_the_language_model_of_one_that_also_reads_images(write, tensors, spell)
     jax.tree.map(np.testing.assert_array_equal, loaded, expected)
 
 
+def test_the_language_models_own_unembedding(write, tensors):
+    """Beside images it has a longer name; a tied configuration does not hide it."""
+    both = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    with pytest.warns(UserWarning, match=r"lm_head\.weight is not the embedding"):
+        config, params = load(write(both), TIED)
+    assert not config.tie_embeddings
+    np.testing.assert_array_equal(params["lm_head"]["weight"], tensors["lm_head.weight"])
+
+
 def test_name_with_the_prefix_comes_first(write, tensors):
     directory = write(tensors | {"norm.weight": np.zeros(12, np.float32)})
     with pytest.warns(UserWarning, match=r"not read: norm\.weight \(1 in all\)"):

@@ -28,6 +28,7 @@ QWEN2_MOE = dataclasses.replace(
 QWEN3_MOE = dataclasses.replace(
     MIXTRAL, family="qwen3_moe", qk_norm=True, intermediate_size=16, experts=Experts(count=3, per_token=1, size=6),
 )
+GPT_OSS = read_config(pathlib.Path(__file__).parents[1] / "goldens" / "gpt_oss")
 every_family = pytest.mark.parametrize("config", [MIXTRAL, QWEN2_MOE, QWEN3_MOE], ids=lambda config: config.family)
 FILE = "model.safetensors"
 NAMES = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
@@ -71,6 +72,16 @@ def test_saved_weights_are_loaded_again(config, saved, recwarn):
     assert read_config(directory) == config
     same(load(directory, config)[1], params)
     assert not recwarn.list
+
+
+@pytest.mark.parametrize("config", [GPT_OSS], ids=["gpt_oss"])
+def test_weights_of_all_experts_in_one_tensor_are_loaded_again(config, saved):
+    """Its file has them transposed."""
+    directory, params = saved
+    same(load(directory, config)[1], params)
+    own = params["layers_1"]["experts"]["down_proj"]
+    tensor = load_file(directory / FILE)["model.layers.1.mlp.experts.down_proj"]
+    np.testing.assert_array_equal(tensor, np.swapaxes(own, 1, 2))
 
 
 @every_family

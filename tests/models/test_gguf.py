@@ -201,7 +201,8 @@ def test_other_divisors_are_refused(file):
 
 
 @pytest.mark.parametrize("scaling", [
-    {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, {"llama.rope.scale_linear": 4.0}])
+    {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, {"llama.rope.scale_linear": 4.0},
+    {"llama.rope.scaling.factor": 4.0}])  # in llama.cpp a factor alone is linear
 def test_linear_scaling(file, scaling):
     assert kvjax.load(written(file, fields=FIELDS | scaling)).config.rope == RopeConfig(10_000.0, "linear", 4.0)
 
@@ -219,6 +220,27 @@ def test_factors_of_phi3(file):
     assert kvjax.load(written(file, config, fields, **factors)).config == config
     refused(written(file, config, fields, **factors | {"rope_factors_long.weight": np.ones((3, 1), np.float32)}),
             "rope_factors_long.weight", "(3, 1)")
+
+
+@pytest.mark.parametrize("scaling", [
+    {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, {"rope.scale_linear": 4.0},
+    {"rope.scaling.type": "yarn"}, {"rope.scaling.yarn_log_multiplier": 0.1}])
+def test_scalings_that_phi3_does_not_have_are_refused(file, scaling):
+    config = CONFIGS["phi3"]
+    fields = fields_of(config) | TOKENIZER | {f"phi3.{name}": value for name, value in scaling.items()}
+    refused(written(file, config, fields), f"phi3.{next(iter(scaling))}")
+
+
+def test_gemma_3_has_the_bases_and_the_windows_of_its_file(file):
+    config = CONFIGS["gemma3"]
+    fields = fields_of(config) | TOKENIZER
+    own = {"gemma3.rope.freq_base_swa": 20_000.0, "gemma3.attention.sliding_window_pattern": 2}
+    found = kvjax.load(written(file, config, fields | own)).config
+    assert found.local_rope.theta == 20_000.0
+    window = fields["gemma3.attention.sliding_window"]
+    assert found.windows == tuple(window if (i + 1) % 2 else None for i in range(config.num_layers))
+    del fields["gemma3.attention.sliding_window"]
+    assert set(kvjax.load(written(file, config, fields)).config.windows) == {None}
 
 
 @pytest.mark.parametrize("fields", [

@@ -217,10 +217,16 @@ def test_longrope_of_another_family_and_its_factor(read):
 
 @pytest.mark.parametrize("fields", [
     {"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}},
-    {"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 1.0}},
+    {"partial_rotary_factor": 1.0, "rope_parameters": {"partial_rotary_factor": 0.5}},
 ])
 def test_phi3_may_rotate_a_part_of_each_head(read, fields):
     assert read("phi3", **fields).rope == RopeConfig(partial=0.5)
+
+
+def test_the_part_beside_longrope_comes_before_that_in_it(read):
+    """As in transformers, where it is the other way round without longrope."""
+    scaling = {"type": "longrope", "short_factor": [1.0] * 2, "long_factor": [2.0] * 2, "partial_rotary_factor": 1.0}
+    assert read("phi3", partial_rotary_factor=0.5, rope_parameters=scaling).rope.partial == 0.5
 
 
 @pytest.mark.parametrize("size, part, pairs", [(80, 0.5, 20), (80, 0.75, 30), (96, 0.5, 24), (96, 0.75, 36)])
@@ -242,6 +248,16 @@ def test_mistrals_and_phi3s_window_holds_for_every_layer(read, family, window):
     assert read(family, sliding_window=window).windows == (window,) * 3
 
 
+def test_a_mistral_whose_layers_have_types_is_ministral(read, tmp_path):
+    """Transformers reads it as one, also what is written for it."""
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    config = read("mistral", sliding_window=16, layer_types=kinds)
+    assert config.windows == (None, 16, None)
+    write_config(config, tmp_path, "float32")
+    assert read_config(tmp_path) == config
+    assert json.loads((tmp_path / "config.json").read_text())["layer_types"] == kinds
+
+
 def test_mistral_without_window_field_has_4096_and_phi3_none(read):
     assert (read("mistral").windows, read("phi3").windows) == ((4096,) * 3, (None,) * 3)
 
@@ -259,6 +275,7 @@ def test_qwen_layers_slide_from_max_window_layers_on(read, family):
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_qwen_window_is_off_unless_in_use(read, family):
     assert read(family, sliding_window=16, max_window_layers=0).windows == (None,) * 3
+    assert read(family, sliding_window=16, max_window_layers=None).windows == (None,) * 3  # no window is in use
 
 
 def test_gemmas_layers_alternate(read):
@@ -281,6 +298,8 @@ def test_gemma_3_has_two_rotary_bases(read):
     assert newer.rope == RopeConfig(1e5, "linear", 4.0) and newer.local_rope == RopeConfig(2e4)
     assert [layer.rope for layer in read("gemma3_text", num_hidden_layers=6).layers] == [RopeConfig(1e4)] * 5 + [
         RopeConfig(1e6)]
+    one_kind = {"full_attention": {"rope_theta": 1e5}, "sliding_attention": {"rope_theta": 2e4}, "rope_theta": None}
+    assert read("gemma3_text", rope_parameters=one_kind | {"rope_type": "default"}).rope == RopeConfig(1e5)
     refused(read, "rope_parameters", family="gemma3_text", rope_parameters={"rope_type": "default"})
 
 
@@ -289,12 +308,15 @@ def test_gemma_2_caps_unless_the_file_says_null(read):
     assert (config.soft_cap, config.logit_cap, config.query_scalar) == (50.0, 30.0, 256.0)
     config = read("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None, query_pre_attn_scalar=144)
     assert (config.soft_cap, config.logit_cap, config.query_scalar) == (None, None, 144.0)
+    assert read("gemma3_text", attn_logit_softcapping=2.0).soft_cap is None  # transformers does not use it there
 
 
 def test_gemma_with_images_is_read_as_its_language_model(read):
     text = read("gemma3_text", eos_token_id=[1, 5])
     both = read("gemma3", text_config=SMALL, vision_config={"hidden_size": 4}, eos_token_id=[1, 5])
     assert both == text
+    untied = read("gemma3", text_config=SMALL, tie_word_embeddings=False)
+    assert not untied.tie_embeddings and both.tie_embeddings
     refused(read, "text_config", family="gemma3")
 
 
@@ -591,7 +613,7 @@ def test_ids_of_an_earlier_model_do_not_survive(tmp_path):
         ("mlp_bias", model(family="qwen3", qk_norm=True, mlp_bias=True)),
         ("qk_norm", model(qk_norm=True)),
         ("windows", model(windows=(16,) * 3)),
-        ("windows", model(family="mistral", windows=(16, None, 16))),
+        ("windows", model(family="mistral", windows=(16, 8, 16))),
         ("windows", model(family="qwen3", qk_norm=True, windows=(16, 8, 16))),
         ("rope", model(rope=RopeConfig(factor=2.0))),
         ("rope", model(rope=RopeConfig(partial=0.5))),
