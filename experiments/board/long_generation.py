@@ -38,7 +38,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     contexts = [start + needles.random_span(rng, stream, config.context - len(start)) for _ in range(config.batch)]
     run = Run(config, workdir, ("methods",))
     rows = run.logged()
-    done = {row["method"] for row in rows}
+    done = {row["method"] for row in rows if row["stop"] == config.new_tokens}  # its last window
+    rows = [row for row in rows if row["method"] in done]
     for label, method in tqdm([item for item in methods.items() if item[0] not in done], disable=None):
         store = common.make_store(config.store, run.path / "store")
         windows = drift.windows(llm, contexts, method, config.new_tokens, config.window, store)

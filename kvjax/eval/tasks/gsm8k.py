@@ -51,5 +51,5 @@ def draw(request: Request) -> list[Sample]:
         if not mark or scoring.number(answer.strip()) is None:
             raise TaskFileError(f"{where}: the answer has no number after ####; this is not GSM8K's own format")
         question = f"Q: {row['question'].strip()}\nA:"
-        samples.append(Sample(CONTEXT, question, (answer.strip(),), "gsm8k", NEW_TOKENS, ("Q:", "\n\n")))
+        samples.append(Sample(CONTEXT, question, (answer.strip(),), "gsm8k", NEW_TOKENS, ("Q:",)))
     return samples

@@ -1,7 +1,8 @@
 """LongGenBench (Wu et al., 2024): long texts in numbered blocks, some of which have to mention a given word.
 
 An instruction applies to one block, to every block of a range, or to every n-th block. An answer is scored by the share
-of blocks that exist (completion rate), and for each kind of instruction by the share of existing blocks that follow it.
+of blocks that exist (completion rate), and for each kind of instruction by the share of existing blocks that follow it;
+the task's score is the product of the former and the mean of the latter, so that ending early does not pay.
 Blocks begin with a mark and their number. Simplified: a block follows an instruction if it contains the word, where the
 paper lets a language model judge; and of its four scenarios (diary, menu, skyscraper, city) only the diary is used.
 """
@@ -65,6 +66,11 @@ class Check:
         """Mean share of the kinds; 0 if no instruction applies to an existing block."""
         shares = [share for share in (self.once, self.range, self.periodic) if not np.isnan(share)]
         return float(np.mean(shares)) if shares else 0.0
+
+    @property
+    def score(self) -> float:
+        """Share of blocks that exist, times `mean`."""
+        return self.completion * self.mean
 
 
 def blocks(text: str) -> dict[int, str]:

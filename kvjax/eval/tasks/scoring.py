@@ -101,8 +101,10 @@ def edit_similarity(text: str, answer: str) -> float:
 
 
 def choice(text: str, answer: str) -> float:
-    """Returns LongBench v2's score: whether "The correct answer is (X)" or "... X" names the right one."""
-    said = re.search(r"The correct answer is \(?([A-D])\b", text.replace("*", ""))
+    """Returns LongBench v2's score: whether the first "The correct answer is (X)", or else "The correct answer is X",
+    names the right one."""
+    text = text.replace("*", "")
+    said = re.search(r"The correct answer is \(([A-D])\)", text) or re.search("The correct answer is ([A-D])", text)
     return float(said is not None and said.group(1) == answer)
 
 
@@ -179,11 +181,28 @@ def book_choice(text: str, answers: Sequence[str]) -> float:
 def aime(text: str, answer: str) -> float:
     r"""Returns AIME's score: whether the last \boxed{}, or the last number if there is no box, is the right integer.
 
-    In a box, only what is behind the last equals sign counts.
+    In a box, only what is behind the last = or \equiv counts, without text, units and degrees, and without \pmod{}.
     """
-    boxes = re.findall(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}", text)
-    given = number(boxes[-1].rpartition("=")[2].strip()) if boxes else last_number(text)
+    given = _boxed_number(text) if re.search(r"\\boxed\s*\{", text) else last_number(text)
     return float(given is not None and given == number(answer))
+
+
+def _boxed_number(text: str) -> Decimal | None:
+    """Returns the number in the last, innermost box that is closed; None if it is not one."""
+    box = None
+    for start in re.finditer(r"\\boxed\s*\{", text):
+        depth, end = 1, start.end()
+        while depth and end < len(text):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            end += 1
+        if not depth:
+            box = text[start.end() : end - 1]
+    if box is None:
+        return None
+    content = re.split(r"=|\\equiv", box)[-1]
+    content = re.sub(r"\\pmod\s*\{[^{}]*\}|\^\s*\{?\s*\\circ\s*\}?|\\degree", "", content)
+    content = re.sub(r"\\(?:text|textbf|textit|mathbf|mathrm|boxed)\s*(?=\{)|\\[ ,;:!]", " ", content)
+    return None if "\\" in content else number(re.sub(r"[a-zA-Z{}\s]+", " ", content).strip())
 
 
 def number(text: str) -> Decimal | None:
@@ -241,7 +260,7 @@ METRICS: dict[str, Metric] = {
     "aime": _best(aime),
     "gsm8k": _best(gsm8k),
     "gsm8k_strict": _best(gsm8k_strict),
-    "longgen": lambda text, answers, classes: longgen.check(text, answers).mean,
+    "longgen": lambda text, answers, classes: longgen.check(text, answers).score,
 }
 FIRST_LINE = "_first_line"  # suffix for LongBench's trec, triviaqa, samsum and lsht
 

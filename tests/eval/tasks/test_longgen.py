@@ -17,7 +17,8 @@ def test_shares_are_over_blocks_that_exist():
     assert found.once == 1.0  # day 5 is not there
     assert found.range == 1.0  # days 1 and 2 of 1, 2, 3
     assert found.periodic == pytest.approx(2 / 3)  # days 2 and 4, not 6
-    assert scoring.score("longgen", TEXT, ANSWERS) == pytest.approx((1 + 1 + 2 / 3) / 3)
+    assert found.mean == pytest.approx((1 + 1 + 2 / 3) / 3)
+    assert scoring.score("longgen", TEXT, ANSWERS) == pytest.approx(found.completion * found.mean)
 
 
 def test_a_text_without_marks_is_the_first_block():

@@ -36,6 +36,9 @@ from kvjax.eval.tasks.scoring import score
     ("choice", "The correct answer is C.", ["C"], 1.0),
     ("choice", "The correct answer is (B), not (C)", ["C"], 0.0),
     ("choice", "B", ["B"], 0.0),
+    ("choice", "The correct answer is A. No: The correct answer is (B)", ["B"], 1.0),  # as the benchmark has it
+    ("choice", "The correct answer is C1", ["C"], 1.0),
+    ("choice", "The correct answer is (B", ["B"], 0.0),
     ("gsm8k_strict", "5 + 4 = 9. The answer is 9.", ["9"], 1.0),
     ("gsm8k_strict", "The answer is $1,234.00.", ["1234"], 1.0),
     ("gsm8k_strict", "so 9", ["9"], 0.0),
@@ -77,6 +80,12 @@ from kvjax.eval.tasks.scoring import score
     ("aime", r"so 25, \boxed{m + n = 73}", ["73"], 1.0),
     ("aime", r"\boxed{\frac{1}{2}} and 2", ["2"], 0.0),
     ("aime", r"\boxed{} 2", ["2"], 0.0),
+    *(("aime", rf"\boxed{{{box}}}", ["204"], 1.0) for box in (
+        r"204^\circ", r"204^{\circ}", r"\text{204}", r"204\text{ cm}", r"x\equiv 204", r"204\pmod{1000}", r"\ 204",
+        r"\mathbf{204}", r"\boxed{204}", "m+n = 204", "1,204 = 204")),
+    *(("aime", rf"204 \boxed{{{box}}} 204", ["204"], 0.0) for box in (
+        r"\frac{\sqrt{3}}{204}", r"\frac{{{1}}}{204}", "3 204", "204x + 1", "-204", "204.5")),
+    ("aime", r"204 \boxed{204", ["204"], 0.0),  # cut off
     ("aime", "there are 12 of 204.", ["204"], 1.0),
     ("aime", "none", ["0"], 0.0),
     ("f1_first_line", "\ncat\ndog", ["cat"], 1.0),
