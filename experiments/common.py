@@ -182,11 +182,12 @@ def commands_of(store) -> tuple[int, int, float]:
 
 
 def cost_of(usages: Sequence[Usage]) -> dict[str, float]:
-    """Returns the cost of a token of one sequence over several generations: attended tokens, hit rate, and with a store
-    bytes and reads."""
-    tokens = max(1, sum(usage.tokens for usage in usages))
-    cost = {"attended_tokens": float(np.mean([usage.attended_tokens for usage in usages])),
-            "hit_rate": float(np.mean([usage.hit_rate for usage in usages]))}
+    """Returns the cost of a token of one sequence over several generations: attended tokens (mean over tokens that did
+    not go through in chunks), hit rate, and with a store bytes and reads."""
+    tokens, single = max(1, sum(usage.tokens for usage in usages)), sum(usage.single_tokens for usage in usages)
+    attended = sum(usage.attended_tokens * usage.single_tokens for usage in usages)
+    needed, read = sum(usage.blocks_needed for usage in usages), sum(usage.blocks_read for usage in usages)
+    cost = {"attended_tokens": attended / max(1, single), "hit_rate": 1.0 - read / max(1, needed)}
     stores = [usage.store for usage in usages if usage.store is not None]
     if stores:
         cost |= {"bytes_read_per_token": sum(stats.bytes_read for stats in stores) / tokens,

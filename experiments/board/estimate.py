@@ -5,6 +5,7 @@ were not measured yet are taken to be like the nearest one that was, in proporti
 """
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -69,9 +70,9 @@ class Estimate:
 
     def nearest(self, kind: Kind) -> tuple[Kind, Cost]:
         """Returns the measured kind most like this one, by method, then length, budget and probe, and its cost."""
-        def likeness(other: Kind) -> tuple[bool, ...]:
-            same = tuple(mine == its for mine, its in zip(kind, other, strict=True))
-            return same[0], same[2], same[1], same[3]
+        def likeness(other: Kind) -> tuple[bool, float, bool, bool]:
+            apart = abs(math.log(kind.context / other.context))
+            return kind.method == other.method, -apart, kind.budget == other.budget, kind.probed == other.probed
 
         known = max(reversed(self.costs), key=likeness)  # of equally near ones, the newest
         return known, self.costs[known]
@@ -86,8 +87,9 @@ class Estimate:
             known, cost = near.setdefault(unit.kind, self.nearest(unit.kind))
             fill = cost.fill * context / known.context * len(unit.batch.items)
             steps = unit.batch.steps * self.decoded.get(task, 1.0)
+            step = cost.step * max(1.0, context / known.context)  # of a shorter context it may not be less
             name = f"{task} at {context:,}"
-            spent[unit.cell.label, name] += fill + steps * cost.step
+            spent[unit.cell.label, name] += fill + steps * step
             if (place := (unit.batch.exam, unit.batch.span)) not in read:
                 read.add(place)
                 spent["reading", name] += self._reading(context) * unit.batch.different

@@ -29,25 +29,31 @@ def retrieval_row(
     llm: kvjax.LLM, method, samples: Sequence[Sample], config: ml_collections.ConfigDict, dtype: str = "float32"
 ) -> dict:
     """Returns the accuracy over the samples, measured on `config.batch` prompts at a time."""
-    right, attended, resident = [], [], 0
+    right, usages, resident = [], [], 0
     for batch in asking.batches(llm, samples, config.batch):
         cache = llm.prefill(asking.contexts(batch), method=method, capacity=asking.capacity(batch), dtype=dtype)
         answers = asking.ask(llm, cache, batch)
         right += [score for scores in answers.scores for score in scores]
-        attended += [usage.attended_tokens for usage in answers.usages]
+        usages += answers.usages
         resident = cache.resident_bytes / len(batch)
     middle = [ok for ok, s in zip(right, samples, strict=True) if 0.2 <= s.depth <= 0.8]
     return {
         **accuracy(right), "scores": right, "accuracy_middle_depth": float(np.mean(middle)),
         "by_depth": [(sample.depth, score) for sample, score in zip(samples, right, strict=True)],
-        "attended_tokens": float(np.mean(attended)), "resident_bytes": resident,
+        "attended_tokens": common.cost_of(usages)["attended_tokens"], "resident_bytes": resident,
     }
 
 
-def accuracy(scores: Sequence[float]) -> dict:
-    """Returns the mean and its 95 % interval: exact for scores of 0 and 1, too wide for scores between."""
-    share = float(np.mean(scores))
-    return {"accuracy": share, "interval": intervals.wilson(share, len(scores)), "samples": len(scores)}
+def accuracy(scores: Sequence[float], texts: Sequence[int] | None = None) -> dict:
+    """Returns the mean and its 95 % interval: right for scores of 0 and 1, too wide for scores between.
+
+    Args:
+      scores: scores by sample.
+      texts: context of each sample; None = each has its own.
+    """
+    share, count = float(np.mean(scores)), intervals.independent(scores, texts)
+    return {"accuracy": share, "interval": intervals.wilson(share, count), "samples": len(scores),
+            "independent_samples": count}
 
 
 def share_of(scores: Sequence[float], full: Sequence[float]) -> dict:
@@ -166,12 +172,12 @@ def with_differences(rows: list[dict]) -> list[dict]:
 
 def difference(row: dict, full: dict) -> dict:
     """Returns how much a row's loss or its score exceeds that of the full cache: a loss with Student's interval over
-    texts, a score with the paired bootstrap's over samples."""
+    texts, a score with that of `kvjax.eval.intervals.paired`."""
     if "nll" in row and "nll" in full:
         return _nll_difference(row, full)
     if "scores" in row and "scores" in full and row is not full:
         return {"delta_accuracy": row["accuracy"] - full["accuracy"],
-                "delta_accuracy_interval": intervals.paired_bootstrap(row["scores"], full["scores"])}
+                "delta_accuracy_interval": intervals.paired(row["scores"], full["scores"], row.get("texts"))}
     return {}
 
 

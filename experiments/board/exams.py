@@ -23,6 +23,7 @@ from kvjax.eval.tasks import Continuation, Sample, asking
 from kvjax.eval.tasks.asking import Questions
 from kvjax.inference import prefill
 from kvjax.inference.cache import Cache
+from kvjax.inference.memory import FLASH, HOST
 from kvjax.inference.plan import Plan, Slots, bytes_of, make_plan, outline, store_geometry
 from kvjax.inference.prefill import Activations, PromptActivations
 from kvjax.inference.progress import CLOCK
@@ -74,7 +75,7 @@ class Tally:
     selection."""
 
     batch: int
-    resident_bytes: float
+    places: dict[str, float]  # bytes of a sequence's cache by place
     fill_s: float  # in which the cache was filled, without compiling
     probe: Probe | None = None
     select_ms: float | None = None
@@ -82,7 +83,7 @@ class Tally:
     def done(self, usages: Sequence[Usage]) -> dict:
         """Returns the cost per token of one sequence over all rounds, and with a probe the quality."""
         quality = {**dataclasses.asdict(self.probe.quality), "select_ms": self.select_ms} if self.probe else {}
-        return {**common.cost_of(usages), "resident_bytes": self.resident_bytes, **quality}
+        return {**common.cost_of(usages), **self.places, **quality}
 
 
 class Exams:
@@ -187,8 +188,13 @@ class Exams:
         return min(self.config.batch, most // need)
 
     def held(self, context: int) -> int:
-        """Returns the most bytes that activations and caches of a batch of this length take."""
-        return self.size(context) * self.need(context)
+        """Returns the most bytes that activations and caches of a batch of this length take; where contexts are
+        repeated, they are also held once more while this is done."""
+        reading = self._reading_bytes(_padded(max(self.prompts(context))))
+        batches = [batch for task in self.config.tasks for seed in self.config.seeds
+                   for batch in self.batches(task, context, seed)]
+        return max(len(batch.items) * self.need(context)
+                   + (batch.different * reading if batch.different < len(batch.items) else 0) for batch in batches)
 
     # -------------------------------------------------------------------------------------- batches
 
@@ -248,7 +254,10 @@ class Exams:
                 dtype=common.dtype_of(settings), slots=self._slots(cell),
             )
         try:
-            tally = Tally(count, cache.resident_bytes / count, clock.seconds)
+            memory = cache.memory()
+            places = {"resident_bytes": cache.resident_bytes, "host_bytes": memory.at(HOST),
+                      "flash_bytes": memory.at(FLASH)}
+            tally = Tally(count, {place: taken / count for place, taken in places.items()}, clock.seconds)
             if probed:
                 tally.probe = Probe(cache, reading, self.config.recall_k, self.config.recall_every)
                 tally.select_ms = select_ms(cache)

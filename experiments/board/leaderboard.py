@@ -86,8 +86,8 @@ def _answered(exams: Exams, batch: Batch, cache: Cache, tally: Tally) -> tuple[d
     probe = Segments(tally.probe, batch.decoded - 1)
     answers = asking.ask(exams.llm, cache, batch.items, probe.observer)
     measured = {"scores": [score for of_context in answers.scores for score in of_context]}
-    if answers.decoded is not None:
-        losses = [-logprobs for logprobs in answers.decoded.logprobs]
+    if answers.logprobs is not None:
+        losses = [-logprobs for logprobs in answers.logprobs]
         measured |= {"nll_by_segment": [segment_means(of_text) for of_text in losses], **probe.means}
     return measured, answers.usages
 
@@ -196,16 +196,19 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
 
 
 def write_pages(directory: pathlib.Path, header: dict, rows: list[dict]) -> list[pathlib.Path]:
-    """Writes and prints a report for each length, so that no mean is over budgets that are other shares of a context.
+    """Writes and prints a report for each group of rows whose means can be compared (`report.comparable`).
 
-    Returns the pages: report.html, or report_LENGTH.html of each length if there are several.
+    Returns the pages: report.html; or report_LENGTH.html of several lengths, numbered from the second of a length on.
     """
-    lengths, pages = sorted({row["context"] for row in rows}), []
-    for length in lengths:
-        mine = [row for row in rows if row["context"] == length]
-        pages.append(directory / ("report.html" if len(lengths) == 1 else f"report_{length}.html"))
-        pages[-1].write_text(report.page(f"kvjax leaderboard, {length:,} tokens", header, mine))
-        print(f"contexts of {length:,} tokens")
+    groups, pages = report.comparable(rows), []
+    for mine in sorted(groups, key=lambda group: group[0]["context"]):
+        length, tasks_asked = mine[0]["context"], ", ".join(dict.fromkeys(row["task"] for row in mine))
+        within = ", asked within the prompt" if mine[0]["question"] == "within" else ""
+        number = sum(page.name.startswith(f"report_{length}") for page in pages) + 1
+        name = f"report_{length}" + (f"_{number}" if number > 1 else "")
+        pages.append(directory / ("report.html" if len(groups) == 1 else f"{name}.html"))
+        pages[-1].write_text(report.page(f"kvjax leaderboard, {length:,} tokens{within}", header, mine))
+        print(f"contexts of {length:,} tokens{within}: {tasks_asked}")
         print_table(mine)
     return pages
 
@@ -218,22 +221,27 @@ def announce(parts: Sequence[tuple[Exams, list[Cell]]], left: Sequence[tuple[Exa
     begun = [(exams, todo) for exams, todo in left if todo]
     for number, (exams, (first, *others)) in enumerate(begun):
         same = [unit.cell for unit in (first, *others) if unit.batch == first.batch]
-        try_out(exams, [cell for cell in same if not estimate.knows(cell)], first.batch, estimate, directory)
+        unknown = [cell for cell in same if not estimate.knows(cell)]
+        try_out(exams, unknown, first.batch, estimate, directory, first.probed)
         if number:  # only the first part goes on with what was read
             exams.kept.clear()
     if estimate.costs:
         print(table(estimate.seconds(unit for _, todo in left for unit in todo)), flush=True)
 
 
-def try_out(exams: Exams, cells: Sequence[Cell], batch: Batch, estimate: Estimate, directory: pathlib.Path) -> None:
+def try_out(
+    exams: Exams, cells: Sequence[Cell], batch: Batch, estimate: Estimate, directory: pathlib.Path, probed: bool
+) -> None:
     """Adds to an estimate what filling a cache and a few tokens take for each of the cells, on one batch."""
     for cell in tqdm(cells, desc="estimating", disable=None):
         exams.read_s = 0.0
-        with contextlib.suppress(BudgetTooSmall), exams.cached(cell, batch, directory, probed=False) as (cache, tally):
-            for _ in range(2):  # the first loads programs
-                scores = exams.llm.score([list(row[: _TRIED + 1]) for row in batch.contexts], cache)
+        room = exams.capacity(cell.context) - max(map(len, batch.contexts))
+        texts = [list(row[: min(_TRIED + 1, room)]) for row in batch.contexts]
+        with contextlib.suppress(BudgetTooSmall), exams.cached(cell, batch, directory, probed) as (cache, tally):
+            for observer in (None, Segments(tally.probe, 0).observer):  # the first loads programs
+                scores = exams.llm.score(texts, cache, observer=observer)
                 scores.cache.close()
-            seconds = _seconds([scores.usage], batch, exams.read_s, tally.fill_s, probed=False)
+            seconds = _seconds([scores.usage], batch, exams.read_s, tally.fill_s, probed)
             estimate.add({**cell.head, "seconds": seconds | {"steps": batch.steps}})
 
 
@@ -242,10 +250,13 @@ def work_off(left: Sequence[tuple[Exams, list[Unit]]], estimate: Estimate, run: 
     with tqdm(total=0, unit="s", disable=None) as progress:
         for number, (exams, todo) in enumerate(left):
             later = [unit for _, others in left[number + 1 :] for unit in others]
-            refused = set[tuple]()
+            refused, batch = set[tuple](), None
             for i, unit in enumerate(todo):
                 if unit.cell.key in refused:
                     continue
+                if batch is not None and unit.batch != batch:
+                    exams.kept.clear()  # every method has answered; the next batch's contexts take this one's place
+                batch = unit.batch
                 started = time.perf_counter()
                 line = measure_batch(exams, unit.cell, unit.batch, run.path / "store", unit.probed)
                 run.keep(**line)

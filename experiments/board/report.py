@@ -2,10 +2,9 @@
 
 import html
 import io
-import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -13,7 +12,7 @@ from matplotlib.figure import Figure
 
 from experiments import plots
 from experiments.plots import Row
-from kvjax.eval.intervals import paired_bootstrap, wilson
+from kvjax.eval.intervals import of_mean, wilson
 
 COLUMNS = (
     ("method", "method"), ("task", "task"), ("context", "context"), ("budget", "budget"), ("seed", "seed"),
@@ -24,27 +23,31 @@ COLUMNS = (
     ("attention_mass", "attention mass"), ("output_error", "error of the selection"), ("attended_tokens", "attended"),
     ("bytes_read_per_token", "KiB read/token"),
     ("reads_per_token", "reads/token"), ("hit_rate", "hit rate"), ("resident_bytes", "KiB resident"),
+    ("host_bytes", "KiB in host memory"), ("flash_bytes", "KiB on flash"),
     ("select_ms", "ms to select"),
     ("refused", "refused"),
 )
 _MEANINGS = {
     "budget": "tokens whose keys and values enter the attention of one KV head at one step; - = all of them",
     "question": "after the prompt, token by token, or within it",
-    "accuracy": "mean score of the answers; the interval is Wilson's of all samples together",
-    "delta_accuracy": "over that of the full cache on the same samples; the interval is a paired bootstrap's",
+    "accuracy": "mean score of the answers, each cell counting alike; the interval is Wilson's",
+    "delta_accuracy": "over that of the full cache on the same samples; the interval is a paired bootstrap's, and "
+                      "Student's over texts where several questions share one",
     "delta_nll": "loss of held-out text over that of the full cache, nats per token; less is better",
     "recall": "share of the k keys with the largest products that were attended",
     "attention_mass": "share of exact attention's weight on what was attended",
     "output_error": "relative error of exact attention over what was attended",
-    "attended_tokens": "tokens that were attended, mean over steps and heads",
+    "attended_tokens": "tokens that were attended, mean over single tokens and heads",
     "bytes_read_per_token": "read from the store by one sequence, the first load included",
     "reads_per_token": "requests to the store",
     "hit_rate": "share of needed blocks that were in memory",
-    "resident_bytes": "memory of one sequence's cache: index, tables, slots",
+    "resident_bytes": "the device's memory of one sequence's cache: index, tables, slots, blocks without a store",
+    "host_bytes": "host memory of one sequence's cache: a store's blocks, if they are there, its tables and buffers",
+    "flash_bytes": "one sequence's blocks in a store's file",
     "select_ms": "in which one layer selects its blocks, for a batch",
     "refused": "why a method cannot run with this budget",
 }
-_IN_KIB = ("bytes_read_per_token", "resident_bytes")
+_IN_KIB = ("bytes_read_per_token", "resident_bytes", "host_bytes", "flash_bytes")
 _FORMS = {"attended_tokens": ",.0f", "reads_per_token": ",.1f"}
 _BEST: dict[str, Callable] = {
     "accuracy": max, "delta_nll": min, "recall": max, "attention_mass": max, "output_error": min,
@@ -105,12 +108,11 @@ def page(title: str, header: Row, rows: list[Row]) -> str:
     """Returns the whole HTML file."""
     means = summarise(rows)
     looks = plots.styles(row["method"] for row in rows)
-    shown = means if len({row["question"] for row in means}) > 1 else [{**row, "question": None} for row in means]
     sections = (
         f"<header><h1>{html.escape(title)}</h1>{_about(header, rows)}</header><main>",
         _pictures(means, looks), _tasks(rows, looks),
         "<h2>Means over tasks, contexts and seeds</h2><p class='soft'>A click on a title sorts; the best figure of a "
-        f"column is bold.</p>{table(shown, 'means', looks)}", _glossary(means),
+        f"column is bold.</p>{table(means, 'means', looks)}", _glossary(means),
         f"<details><summary><h2>All cells</h2></summary>{table(rows, 'all cells', looks)}</details>",
         "<details><summary><h2>Configuration</h2></summary>"
         f"<pre>{html.escape(json.dumps(header, indent=1))}</pre></details></main>",
@@ -135,38 +137,56 @@ def _about(header: Row, rows: list[Row]) -> str:
             + (f"<p class='soft'>Measured on {html.escape(', '.join(where))}.</p>" if where else ""))
 
 
-def summarise(rows: list[Row]) -> list[Row]:
-    """Returns one row per method, budget and position of the question."""
+def comparable(rows: Sequence[Row]) -> list[list[Row]]:
+    """Returns the rows in groups, in each of which means of methods are over the same samples.
+
+    They have one length and one position of the question, and the same methods and budgets took each task.
+    """
+    takers: dict[tuple, set[tuple]] = {}
+    for row in rows:
+        takers.setdefault(same_samples(row), set()).add((row["method"], row["budget"]))
+    groups: dict[tuple, list[Row]] = {}
+    for row in rows:
+        key = row["context"], row.get("question"), frozenset(takers[same_samples(row)])
+        groups.setdefault(key, []).append(row)
+    return list(groups.values())
+
+
+def summarise(rows: Sequence[Row]) -> list[Row]:
+    """Returns one row per method and budget, from rows that are `comparable`: means over cells, each of which counts
+    alike."""
     keys = [key for key, _ in COLUMNS if key not in _NO_MEAN]
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
-        groups.setdefault((row["method"], row["budget"], row.get("question")), []).append(row)
-    full = {same_samples(row): row for row in rows if row["method"] == "full"}
-    return [{"method": method, "budget": budget, "question": question, **{key: mean(group, key) for key in keys},
-             "interval": _together(group), "delta_accuracy_interval": _beside(group, full)}
-            for (method, budget, question), group in groups.items()]
+        groups.setdefault((row["method"], row["budget"]), []).append(row)
+    return [{"method": method, "budget": budget, **{key: mean(group, key) for key in keys},
+             "interval": _together(group), "delta_accuracy_interval": _beside(group)}
+            for (method, budget), group in groups.items()]
 
 
 def same_samples(row: Row) -> tuple:
     """Returns what cells of the same samples have in common."""
-    return row["task"], row["context"], row["seed"], row.get("question")
+    return row["task"], row["context"], row["seed"], row.get("question"), tuple(row.get("drawn", ()))
 
 
-def _beside(group: Sequence[Row], full: Mapping[tuple, Row]) -> tuple[float, float] | None:
-    """Returns the paired bootstrap's interval of the scores of several cells over those of the full cache; None if
-    there are none."""
-    pairs = [(row["scores"], full[same_samples(row)]["scores"]) for row in group
-             if row.get("delta_accuracy") is not None]
-    return paired_bootstrap(*map(list, map(itertools.chain.from_iterable, zip(*pairs, strict=True)))) if pairs else None
+def _beside(group: Sequence[Row]) -> tuple[float, float] | None:
+    """Returns the interval of the mean difference of several cells to the full cache; None if there are none."""
+    known = [row for row in group if row.get("delta_accuracy_interval") is not None]
+    return of_mean([row["delta_accuracy"] for row in known],
+                   [row["delta_accuracy_interval"] for row in known]) if known else None
 
 
 def _together(rows: Sequence[Row]) -> tuple[float, float] | None:
-    """Returns Wilson's interval of the answers of several cells; None if their numbers are not known."""
+    """Returns Wilson's interval of the mean of several cells; None if the numbers of their samples are not known.
+
+    It is that of as many samples as would give such a mean the same variance, were all cells' shares equal.
+    """
     asked = [row for row in rows if row.get("accuracy") is not None]
-    samples = sum(row.get("samples", 0) for row in asked)
-    if not samples:
+    counts = [row.get("independent_samples", row.get("samples", 0)) for row in asked]
+    if not counts or not all(counts):
         return None
-    return wilson(sum(row["accuracy"] * row.get("samples", 0) for row in asked) / samples, samples)
+    return wilson(sum(row["accuracy"] for row in asked) / len(asked),
+                  len(asked) ** 2 / sum(1 / count for count in counts))
 
 
 # ----------------------------------------------------------------------------------------- tables
@@ -235,17 +255,16 @@ def _bars(task: str, rows: list[Row], looks: dict[str, dict[str, str]]) -> str:
     """Returns the bars of one task, the best first: means over contexts and seeds."""
     of_method: dict[str, list[Row]] = {}
     for row in rows:
-        name = row["method"] if row.get("question") != "within" else f"{row['method']}, asked within"
-        of_method.setdefault(name, []).append(row)
+        of_method.setdefault(row["method"], []).append(row)
     key = "accuracy" if any("accuracy" in row for row in rows) else "delta_nll"
-    bars = [(name, value, _around(group, key), group[0]["method"]) for name, group in of_method.items()
+    bars = [(method, value, _around(group, key)) for method, group in of_method.items()
             if (value := mean(group, key)) is not None]
     if not bars:
         return ""
-    ends = [end for _, value, around, _ in bars for end in (value, *(around or ()))]
+    ends = [end for _, value, around in bars for end in (value, *(around or ()))]
     low, high = (0.0, 1.0) if key == "accuracy" else (min(0.0, *ends), max(1e-9, *ends))
     bars.sort(key=lambda bar: bar[1], reverse=key == "accuracy")
-    lines = "".join(_bar(name, value, around, looks[method], low, high) for name, value, around, method in bars)
+    lines = "".join(_bar(method, value, around, looks[method], low, high) for method, value, around in bars)
     unit = "share of right answers" if key == "accuracy" else "ΔNLL, nats per token; less is better"
     return f'<section><h3>{html.escape(task)}</h3><p class="soft">{unit}</p><ul class="bars">{lines}</ul></section>'
 

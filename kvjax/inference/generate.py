@@ -174,7 +174,7 @@ class Generation:
         counts, branch = self.counts, self.cache.branch
         stored = None if branch is None else branch.stats()
         return Usage(
-            counts.steps, counts.tokens, max(0.0, whole - compiling), compiling,
+            counts.steps, counts.tokens, max(0.0, whole - compiling), compiling, counts.single_tokens,
             counts.attended / max(1, counts.heads), counts.needed, counts.missed, stored,
             layer_offload.stats(self.cache.state.layers),
         )

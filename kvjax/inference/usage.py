@@ -17,6 +17,7 @@ class Usage:
     tokens: int  # tokens of all sequences, those of questions included
     seconds: float  # of decoding, without those of compiling
     compile_seconds: float  # of tracing and compiling programs, or of loading them from JAX's compilation cache
+    single_tokens: int  # of these tokens, those that did not go through in chunks
     attended_tokens: float  # mean over single tokens, layers and KV heads
     blocks_needed: int  # blocks of a store that steps needed
     blocks_read: int  # of these, blocks that were not resident
@@ -49,6 +50,7 @@ class Counts:
 
     steps: int = 0
     tokens: int = 0
+    single_tokens: int = 0
     heads: int = 0  # tokens times layers times KV heads
     attended: int = 0  # attended tokens, summed over all of these
     needed: int = 0
@@ -63,6 +65,7 @@ class Counts:
         """
         self.steps += 1
         self.tokens += int(active.sum())
+        self.single_tokens += int(active.sum())
         for attended, stats in reports:
             self.heads += attended[active].size
             self.attended += int(attended[active].sum())
@@ -82,6 +85,7 @@ class Counts:
         )
         self.steps += int(counted.active.any(axis=1).sum())
         self.tokens += tokens
+        self.single_tokens += tokens
         self.heads += tokens * heads
         self.attended += attended
         self.needed += needed

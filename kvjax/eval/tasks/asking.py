@@ -9,10 +9,11 @@ import functools
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
+
 from kvjax.errors import ConfigError
 from kvjax.eval.tasks import scoring
 from kvjax.eval.tasks.base import Sample, Text
-from kvjax.inference.answers import Result, Scores
 from kvjax.inference.cache import Cache
 from kvjax.inference.generate import Observer
 from kvjax.inference.usage import Usage
@@ -26,13 +27,9 @@ class Answers:
     """Answers to a batch."""
 
     scores: list[list[float]]  # by context and question
-    results: list[Result]  # of each round
-    decoded: Scores | None  # of the text that was decoded before the questions, if any; its cache is closed
-
-    @property
-    def usages(self) -> list[Usage]:
-        """Costs of the decoded text and of each round."""
-        return [*([self.decoded.usage] if self.decoded else []), *(result.usage for result in self.results)]
+    tokens: list[list[list[int]]]  # token ids of the answers, by round and context
+    usages: list[Usage]  # costs of the decoded text, if any, and of each round
+    logprobs: list[np.ndarray] | None  # of each decoded text's tokens; None = no text was decoded before the questions
 
 
 def batches(llm: LLM, samples: Sequence[Sample], size: int) -> list[list[Questions]]:
@@ -144,27 +141,26 @@ def ask(llm: LLM, cache: Cache, batch: Sequence[Questions], observer: Observer |
     """
     decoded = [list(asked[0].decoded) for asked in batch]
     if not any(decoded):
-        return Answers(*_asked(llm, cache, batch, observer), None)
+        return _asked(llm, cache, batch, observer)
     scores = llm.score(decoded, cache, observer=observer)
     with scores.cache:
-        return Answers(*_asked(llm, scores.cache, batch, observer), scores)
+        answers = _asked(llm, scores.cache, batch, observer)
+    return dataclasses.replace(answers, usages=[scores.usage, *answers.usages], logprobs=scores.logprobs)
 
 
-def _asked(
-    llm: LLM, cache: Cache, batch: Sequence[Questions], observer: Observer | None
-) -> tuple[list[list[float]], list[Result]]:
-    """Returns scores by context and question, and the result of each round."""
-    asked_together, results = rounds(batch), []
-    for i, asked in enumerate(asked_together):
-        results.append(llm.generate(
+def _asked(llm: LLM, cache: Cache, batch: Sequence[Questions], observer: Observer | None) -> Answers:
+    """Asks one question after the other; no round's cache outlives it."""
+    scores, tokens, usages = [], [], []
+    for i, asked in enumerate(rounds(batch)):
+        result = llm.generate(
             [list(sample.question) for sample in asked], cache, max_new_tokens=asked[0].max_new_tokens,
             stop=asked[0].stop, observer=observer if i == 0 else None,
-        ))
-        results[-1].cache.close()
-    scores = [
-        [scoring.score(sample.metric, text, sample.answers, sample.classes)
-         for sample, text in zip(asked, result.text, strict=True)]
-        for asked, result in zip(asked_together, results, strict=True)
-    ]
+        )
+        result.cache.close()
+        scores.append([scoring.score(sample.metric, text, sample.answers, sample.classes)
+                       for sample, text in zip(asked, result.text, strict=True)])
+        tokens.append(result.tokens)
+        usages.append(result.usage)
+        del result
     of_context = zip(zip(*scores, strict=True), batch, strict=True)
-    return [list(mine[: len(asked)]) for mine, asked in of_context], results
+    return Answers([list(mine[: len(asked)]) for mine, asked in of_context], tokens, usages, None)

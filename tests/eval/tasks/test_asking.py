@@ -1,9 +1,11 @@
 """Contexts read once and asked often: the same answers as when each question has a cache of its own."""
 
 import dataclasses
+import gc
 import json
 import pathlib
 
+import jax
 import pytest
 
 import kvjax
@@ -46,14 +48,30 @@ def test_questions_on_forks_are_answered_as_if_each_were_the_only_one(llm, reque
 
     one, steps = cache(), []
     answers = asking.ask(llm, one, [questions], lambda step, tokens: steps.append(step))
-    (scores,), results = answers.scores, answers.results
-    for sample, score, result in zip(questions, scores, results, strict=True):
+    (scores,), usages = answers.scores, answers.usages
+    for sample, score, tokens in zip(questions, scores, answers.tokens, strict=True):
         alone = cache()
         answers = asking.ask(llm, alone, [(sample,)])
-        assert answers.scores == [[score]] and answers.results[0].tokens == result.tokens
+        assert answers.scores == [[score]] and answers.tokens == [tokens]
         alone.close()
-    assert len(steps) == results[0].usage.steps  # the first round alone is observed
+    assert len(steps) == usages[0].steps  # the first round alone is observed
     one.close()
+
+
+def test_no_round_keeps_the_cache_of_the_one_before(llm, request_for, monkeypatch):
+    samples = tasks.draw("multi_request", request_for(length=200, count=4))
+    ((questions,),) = asking.batches(llm, samples, 4)
+    cache = llm.prefill([list(samples[0].context)], method=kvjax.Full(), capacity=256)
+    held, generate = [], llm.generate
+
+    def counting(*args, **kwargs):
+        gc.collect()
+        held.append(sum(array.nbytes for array in jax.live_arrays()))
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(llm, "generate", counting)
+    asking.ask(llm, cache, [questions])
+    assert len(held) == 4 and max(held) - min(held) < cache.resident_bytes / 2
 
 
 def test_a_decoded_text_is_fed_token_by_token_once_for_all_questions(llm, request_for):
@@ -77,7 +95,7 @@ def test_what_follows_a_decoded_text_is_what_follows_the_same_prompt(llm, reques
     whole = [*questions[0].context, *questions[0].decoded]
     plain = tuple(dataclasses.replace(one, decoded=()) for one in questions)
     within = asking.ask(llm, llm.prefill([whole], method=kvjax.Full(), capacity=capacity), [plain])
-    assert [one.tokens for one in after.results] == [one.tokens for one in within.results]
+    assert after.tokens == within.tokens
     assert after.scores == within.scores and within.decoded is None
 
 

@@ -42,7 +42,8 @@ def test_what_was_not_measured_is_like_the_nearest(known):
     for like, step in ((unit(), 0.5), (unit(budget=128), 2.0), (unit(budget=32, context=400), 3.0),
                        (unit("full", 9), 1.0), (unit(probed=True), 0.5)):
         assert known.nearest(like.kind)[1].step == step
-    assert known.seconds([unit(context=800)])["quest", "mqar at 800"] == 2 * 8.0 * 2 + 10 * 3.0
+    assert known.seconds([unit(context=800)])["quest", "mqar at 800"] == 2 * 8.0 * 2 + 10 * 3.0 * 2
+    assert known.seconds([unit(context=50)])["quest", "mqar at 50"] == 2 * 1.0 + 10 * 0.5
 
 
 def test_steps_that_are_compared_with_exact_attention_have_a_cost_of_their_own(known):

@@ -202,7 +202,7 @@ def test_a_question_within_the_prompt_is_answered_from_there(exams):
     answers = []
     for batch in (asking.batches(exams.llm, one, 1)[0] for one in (drawn, [within])):
         cache = exams.llm.prefill(asking.contexts(batch), method=kvjax.Full(), capacity=asking.capacity(batch))
-        answers.append(asking.ask(exams.llm, cache, batch).results[0].tokens)
+        answers.append(asking.ask(exams.llm, cache, batch).tokens[0])
     assert answers[0] == answers[1]
 
 

@@ -8,7 +8,7 @@ import pytest
 from experiments.board import report
 from experiments.board.evaluate import with_differences
 from kvjax import METHODS
-from kvjax.eval.intervals import paired_bootstrap, wilson
+from kvjax.eval.intervals import of_mean, wilson
 
 VOID = ("meta", "br", "hr", "img", "input", "link")
 
@@ -130,7 +130,7 @@ def test_pictures_are_there_for_wide_and_narrow_pages(page):
     assert "#000000" not in page and "DejaVu" in page  # text is text, in the colour of the page
 
 
-def test_means_have_the_interval_of_all_samples_together():
+def test_means_of_like_cells_have_the_interval_of_all_their_samples():
     rows = [row for seed in (0, 1) for row in cells("quest", 64, 0.25 + 0.5 * seed)]
     (row,) = report.summarise(rows)
     assert row["accuracy"] == 0.5 and row["interval"] == wilson(0.5, 64)
@@ -150,7 +150,7 @@ def test_a_board_without_answers_has_tables_alone():
     assert Reader(page).pictures == [] and Reader(page).tables[0][0][0] == "quest"
 
 
-def test_differences_of_several_tasks_are_of_their_samples_together():
+def test_differences_of_several_tasks_count_cells_alike():
     full, other = {"a": [1.0, 1.0], "b": [1.0, 0.0]}, {"a": [1.0, 0.0], "b": [0.0, 0.0]}
     rows = with_differences([
         {"method": method, "budget": budget, "task": task, "context": 64, "seed": 0, "accuracy": sum(scores) / 2,
@@ -159,4 +159,26 @@ def test_differences_of_several_tasks_are_of_their_samples_together():
     first, second = report.summarise(rows)
     assert first["delta_accuracy_interval"] is None
     assert second["delta_accuracy"] == -0.5
-    assert second["delta_accuracy_interval"] == paired_bootstrap([1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0])
+    bounds = [row["delta_accuracy_interval"] for row in rows[2:]]
+    assert second["delta_accuracy_interval"] == of_mean([-0.5, -0.5], bounds)
+
+
+def test_a_mean_and_its_interval_count_cells_alike():
+    """Given a task of few samples that all are right, and one of many of which few are."""
+    rows = [{"method": "quest", "budget": 64, "task": task, "context": 64, "seed": 0, "samples": count,
+             "accuracy": share} for task, count, share in (("a", 8, 1.0), ("b", 64, 0.125))]
+    (row,) = report.summarise(rows)
+    assert row["accuracy"] == 0.5625 and row["interval"] == wilson(0.5625, 4 / (1 / 8 + 1 / 64))
+    assert row["interval"][0] < row["accuracy"] < row["interval"][1]
+
+
+def test_means_are_compared_where_the_same_methods_took_the_same_tasks():
+    """Given a task that one method did not take, another position of the question, and another length."""
+    rows = [{"method": method, "budget": None, "task": task, "context": context, "seed": 0, "question": question}
+            for method, task, context, question in (
+                ("full", "a", 64, "after"), ("quest", "a", 64, "after"), ("full", "b", 64, "after"),
+                ("full", "a", 64, "within"), ("quest", "a", 64, "within"), ("full", "a", 128, "after"),
+                ("full", "c", 64, "after"), ("quest", "c", 64, "after"))]
+    groups = [[(row["method"], row["task"]) for row in group] for group in report.comparable(rows)]
+    assert groups == [[("full", "a"), ("quest", "a"), ("full", "c"), ("quest", "c")], [("full", "b")],
+                      [("full", "a"), ("quest", "a")], [("full", "a")]]
