@@ -12,6 +12,7 @@ from experiments.dynakv import adaptive_prefill
 from experiments.kvswap import residency
 from experiments.speed import throughput
 from kvjax.errors import ConfigError
+from kvjax.inference.usage import Usage
 
 
 def test_stores_by_name(tmp_path):
@@ -30,6 +31,15 @@ def test_unknown_stores_are_refused_and_make_nothing(tmp_path, kind):
     with pytest.raises(ConfigError, match="unknown"):
         common.make_store(kind, tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_the_cost_of_a_token_is_a_mean_over_tokens_and_not_over_runs():
+    """Given a long text and a short question, of which a part went through in a chunk."""
+    long = Usage(300, 300, 1.0, 0.0, 300, 200.0, 1000, 100, None)
+    short = Usage(11, 80, 1.0, 0.0, 10, 400.0, 10, 10, None)
+    cost = common.cost_of([long, short])
+    assert cost["attended_tokens"] == pytest.approx((300 * 200 + 10 * 400) / 310)
+    assert cost["hit_rate"] == pytest.approx(1 - 110 / 1010)
 
 
 def test_results_say_what_was_emulated(tmp_path):

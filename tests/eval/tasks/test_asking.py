@@ -96,7 +96,8 @@ def test_what_follows_a_decoded_text_is_what_follows_the_same_prompt(llm, reques
     plain = tuple(dataclasses.replace(one, decoded=()) for one in questions)
     within = asking.ask(llm, llm.prefill([whole], method=kvjax.Full(), capacity=capacity), [plain])
     assert after.tokens == within.tokens
-    assert after.scores == within.scores and within.decoded is None
+    assert after.scores == within.scores and within.logprobs is None
+    assert [len(row) for row in after.logprobs] == [len(questions[0].decoded)]
 
 
 def test_decoded_facts_are_found_by_who_can_have_them(llm, request_for):
