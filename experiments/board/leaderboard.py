@@ -216,7 +216,8 @@ def write_pages(directory: pathlib.Path, header: dict, rows: list[dict]) -> list
 def announce(parts: Sequence[tuple[Exams, list[Cell]]], left: Sequence[tuple[Exams, list[Unit]]], estimate: Estimate,
              directory: pathlib.Path) -> None:
     """Prints what the run holds in memory and, after a short trial of each method, the time that is left."""
-    held = max((exams.held(cell.context) for exams, cells in parts for cell in cells), default=0)
+    lengths = [(exams, context) for exams, cells in parts for context in {cell.context for cell in cells}]
+    held = max((exams.held(context) for exams, context in lengths), default=0)
     print(f"holds at most {held / 2**20:,.0f} MiB of activations and caches, beside the weights and compiled programs")
     begun = [(exams, todo) for exams, todo in left if todo]
     for number, (exams, (first, *others)) in enumerate(begun):
