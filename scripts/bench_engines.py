@@ -35,7 +35,7 @@ from kvjax.errors import ConfigError
 from kvjax.store.flash.branch import FlashBranch
 from kvjax.store.flash.store import FlashStore
 from kvjax.store.format.pages import HEADER_BYTES
-from kvjax.store.interface import Geometry
+from kvjax.store.geometry import Geometry
 
 DIR = flags.DEFINE_string("dir", None, "directory on the device to measure; default: the temporary directory")
 WORKDIR = flags.DEFINE_string("workdir", "runs/engines", "where summary.json goes")

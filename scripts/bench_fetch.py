@@ -31,7 +31,7 @@ from kvjax.cache.slots import SlotPool
 from kvjax.cache.types import Spec
 from kvjax.store.flash.branch import FlashBranch
 from kvjax.store.format.pages import checksum
-from kvjax.store.interface import PAGE_BYTES, Geometry
+from kvjax.store.geometry import PAGE_BYTES, Geometry
 from kvjax.store.io.aio import XXH3, native
 from kvjax.store.io.libaio import EVENT, IOCB
 

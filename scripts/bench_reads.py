@@ -39,7 +39,7 @@ from experiments.speed.raw_disk import RawFile, RawRing
 from kvjax.store.flash.branch import FlashBranch
 from kvjax.store.flash.store import FlashStore
 from kvjax.store.format.pages import HEADER_BYTES
-from kvjax.store.interface import Geometry
+from kvjax.store.geometry import Geometry
 
 DIR = flags.DEFINE_string("dir", None, "directory on the device to measure; default: the temporary directory")
 SIZES = flags.DEFINE_list("blocks_kb", ["16", "64", "256"], "block sizes, KB")

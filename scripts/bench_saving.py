@@ -22,7 +22,7 @@ from absl import app, flags
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from kvjax.store.flash.store import FlashStore
-from kvjax.store.interface import Geometry
+from kvjax.store.geometry import Geometry
 
 DIR = flags.DEFINE_string("dir", None, "directory on the device to measure; default: the temporary directory")
 REPEATS = flags.DEFINE_integer("repeats", 9, "timed calls per figure")

@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture
 def small_pages(monkeypatch):
     """Pages of 16 bytes, so that small blocks have several; for files that are read without O_DIRECT."""
-    for module in ("interface", "format.codec", "io.workers"):
+    for module in ("geometry", "format.codec", "io.workers"):
         monkeypatch.setattr(f"kvjax.store.{module}.PAGE_BYTES", 16)
 
 

@@ -48,7 +48,8 @@ from kvjax.methods import (
 from kvjax.ops import kernels, quantize
 from kvjax.ops.attention import Part
 from kvjax.store.flash.store import FlashStore
-from kvjax.store.interface import Gathered, Geometry, Prompt
+from kvjax.store.geometry import Geometry
+from kvjax.store.prompt import Gathered, Prompt
 
 compiled = pytest.mark.skipif(not kernels.COMPILED, reason="built without a C compiler")
 DELIMITERS = str(pathlib.Path(__file__).parent / "methods" / "shared" / "table.json")  # eight of 64 tokens

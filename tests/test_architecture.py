@@ -12,7 +12,7 @@ ORDER = (
     "errors", "typing", "_files", "_native", "_validate", "ops", "models", "store", "cache", "methods", "inference",
     "llm", "attend", "calibration", "eval", "kvjax",
 )
-STORE = ("native", "interface", "transaction", "host", "format", "io", "flash", "tools")
+STORE = ("native", "geometry", "prompt", "stats", "interface", "transaction", "host", "format", "io", "flash", "tools")
 
 
 def name_of(path: pathlib.Path) -> str:

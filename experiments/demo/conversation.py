@@ -7,7 +7,7 @@ import numpy as np
 import kvjax
 from kvjax.inference import decode
 from kvjax.inference.generate import Generation
-from kvjax.store.interface import Stats
+from kvjax.store.stats import Stats
 
 _WARM = 2  # tokens that are not timed: the first one compiles
 

@@ -34,7 +34,8 @@ from experiments.speed import timing
 from kvjax.inference import decode
 from kvjax.inference.plan import Plan, Slots, State, on_store, store_geometry
 from kvjax.store.flash.layout import SEQUENTIAL, check_layout
-from kvjax.store.interface import Branch, Stats
+from kvjax.store.interface import Branch
+from kvjax.store.stats import Stats
 
 
 class Updates:

@@ -18,7 +18,7 @@ from experiments import common
 from kvjax.inference.prefill import PromptActivations
 from kvjax.llm import Scores
 from kvjax.store.format import block_runs
-from kvjax.store.interface import PAGE_BYTES
+from kvjax.store.geometry import PAGE_BYTES
 
 
 def plant(reading: PromptActivations, run: int) -> PromptActivations:

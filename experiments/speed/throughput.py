@@ -28,7 +28,7 @@ from kvjax.inference import decode
 from kvjax.inference.plan import Plan, Slots, bytes_of
 from kvjax.models.config import ModelConfig
 from kvjax.ops.weights import types_of
-from kvjax.store import interface
+from kvjax.store.geometry import PAGE_BYTES
 
 _GRID = ("models", "methods", "contexts", "batches", "stores", "transformers")
 _EXTRAS = ("label", "slots", "dtype", "replay", "only")  # of a method's settings
@@ -138,7 +138,7 @@ def fetch_row(store, fetch: dict, directory) -> dict:
     }
     if not isinstance(store, kvjax.FlashStore):
         return row
-    size = interface.PAGE_BYTES * max(1, round(fetch["block_bytes"] / interface.PAGE_BYTES))
+    size = PAGE_BYTES * max(1, round(fetch["block_bytes"] / PAGE_BYTES))
     raw = raw_disk.read_seconds(directory, size, fetch["blocks"], threads=4, system=store.system)
     return {**row, "raw_read_ms": 1e3 * raw}
 

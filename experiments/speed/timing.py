@@ -13,7 +13,8 @@ from kvjax.inference.plan import Plan, store_geometry
 from kvjax.models.config import ModelConfig
 from kvjax.ops import quantize
 from kvjax.ops.weights import apply_rows
-from kvjax.store import interface
+from kvjax.store.geometry import DTYPES
+from kvjax.store.stats import Stats
 
 
 def time_tokens(llm, plan, state, tokens, driver: str, observe: Callable[[decode.Step], None] | None = None):
@@ -62,7 +63,7 @@ def came_back(stats: list[Moved]) -> float:
     return 1.0 - sum(step.read for step in stats) / max(1, sum(step.needed for step in stats))
 
 
-def traffic_row(before: interface.Stats, after: interface.Stats, stats: list[Moved], plan: Plan) -> dict:
+def traffic_row(before: Stats, after: Stats, stats: list[Moved], plan: Plan) -> dict:
     """Returns the store's work per step (a token in each sequence) or per token of one sequence.
 
     A step waits for `wait_ms_per_step` of the device's `io_ms_per_step`: the rest is hidden behind computing.
@@ -129,5 +130,5 @@ def weight_bytes(llm) -> int:
 
 def kv_bytes(config: ModelConfig, tokens: float, dtype: str = "float32") -> float:
     """Returns the bytes of keys and values of `tokens` tokens in all layers."""
-    vector = quantize.width(dtype, config.head_dim) * interface.DTYPES[quantize.stored_type(dtype)].itemsize
+    vector = quantize.width(dtype, config.head_dim) * DTYPES[quantize.stored_type(dtype)].itemsize
     return 2.0 * config.num_layers * config.num_kv_heads * vector * tokens

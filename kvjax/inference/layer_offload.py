@@ -21,7 +21,9 @@ from kvjax.cache import shared_slots
 from kvjax.cache.layer import LayerCache
 from kvjax.cache.slots import SlotPool
 from kvjax.store.format.pages import checksum
-from kvjax.store.interface import Branch, Geometry, Stats, Store
+from kvjax.store.geometry import Geometry
+from kvjax.store.interface import Branch, Store
+from kvjax.store.stats import Stats
 
 PAGE_BYTES = 16 << 10
 _ALIGN = 64  # bytes; every leaf begins at a multiple

@@ -30,7 +30,8 @@ from kvjax.methods.full import Full
 from kvjax.models.config import ModelConfig
 from kvjax.models.mesh import MeshLayout
 from kvjax.ops import quantize
-from kvjax.store import interface
+from kvjax.store.geometry import Geometry
+from kvjax.store.interface import Store
 from kvjax.typing import Array, Int32, pytree
 
 
@@ -95,7 +96,7 @@ class Slots:
     prefetch: str = "off"
     keep: bool = True
     even: bool = False
-    offload: interface.Store | None = None
+    offload: Store | None = None
 
     @property
     def for_memory(self) -> bool:
@@ -234,10 +235,10 @@ def on_store(plan: Plan, index: int) -> bool:
     return not dense_prefix and not plan.layers[index].filters
 
 
-def store_geometry(plan: Plan) -> interface.Geometry:
+def store_geometry(plan: Plan) -> Geometry:
     """Returns the sizes of the store that this plan needs."""
     spec = plan.layers[-1].spec
-    return interface.Geometry(
+    return Geometry(
         layers=len(plan.layers), batch=plan.batch, kv_heads=spec.block_heads, num_blocks=spec.num_blocks,
         block_rows=spec.block_rows, width=row_width(spec, plan.dtype), dtype=quantize.stored_type(plan.dtype),
         keys=spec.keeps_keys,

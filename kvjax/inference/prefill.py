@@ -24,8 +24,9 @@ from kvjax.models.mesh import MeshLayout
 from kvjax.models.transformer import Block
 from kvjax.ops import causal
 from kvjax.ops.weights import QuantisedMatrix
-from kvjax.store import interface
-from kvjax.store.interface import as_stored
+from kvjax.store.geometry import as_stored
+from kvjax.store.interface import Branch
+from kvjax.store.prompt import Gathered, Prompt
 from kvjax.typing import Array, Float, Int32, PyTree, pytree
 
 _CHUNK = 512  # queries of one prefill attention step
@@ -94,7 +95,7 @@ def read(
 def prefill(
     plan: Plan, params: PyTree, tokens: Int32[Array, "B T"] | Int32[np.ndarray, "B T"],
     length: Int32[Array, "B"] | Int32[np.ndarray, "B"],
-    branch: interface.Branch | None = None, slots: Slots | None = None, layers: Iterable[Activations] | None = None,
+    branch: Branch | None = None, slots: Slots | None = None, layers: Iterable[Activations] | None = None,
     pipelined: bool = True,
 ):
     """Checks prompts, pads them and fills a new cache from them.
@@ -117,7 +118,7 @@ def prefill(
 
 def fill_cache(
     plan: Plan, params: PyTree, padded: Int32[np.ndarray, "B T"], lengths: Int32[np.ndarray, "B"],
-    branch: interface.Branch | None = None, slots: Slots | None = None, layers: Iterable[Activations] | None = None,
+    branch: Branch | None = None, slots: Slots | None = None, layers: Iterable[Activations] | None = None,
     pipelined: bool = True,
 ):
     """Fills a new cache from prompts that fit it, one layer at a time.
@@ -324,7 +325,7 @@ def _retrieved(layer_plan, state, queries):
 
 
 def fill(
-    plan: Plan, i: int, prompts: Prompts, leader: LayerState | None, branch: interface.Branch | None, slots: Slots,
+    plan: Plan, i: int, prompts: Prompts, leader: LayerState | None, branch: Branch | None, slots: Slots,
     samples: Array | None = None,
 ) -> LayerCache:
     """Creates layer i's cache from prompts.
@@ -353,8 +354,8 @@ def fill(
     heads = layer_plan.spec.block_heads
     pos = np.asarray(state.pos[:, :heads])
     rows = as_stored(np.asarray(stored_rows(layer_plan, state, prompts, plan.dtype)))
-    prompt = interface.Prompt(pos, None if retrieved is None else retrieved[:, :, :heads])
-    branch.write_layer(i, interface.Gathered(rows, pos), np.asarray(state.count[:, :heads]), prompt)
+    prompt = Prompt(pos, None if retrieved is None else retrieved[:, :, :heads])
+    branch.write_layer(i, Gathered(rows, pos), np.asarray(state.count[:, :heads]), prompt)
     return LayerCache(state, slot_pool(plan, i, slots))
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from kvjax.cache.pool import FetchStats
-from kvjax.store.interface import Stats
+from kvjax.store.stats import Stats
 from kvjax.typing import Array, Int32, pytree
 
 

@@ -2,7 +2,9 @@
 
 import numpy as np
 
-from kvjax.store.interface import Geometry, OpenBranches, whole
+from kvjax.store.geometry import Geometry
+from kvjax.store.interface import OpenBranches
+from kvjax.store.prompt import whole
 from kvjax.store.transaction import StagedRows, TransactionalBranch
 
 

@@ -14,8 +14,11 @@ from typing import Any
 import numpy as np
 
 from kvjax.errors import FormatMismatch, StaleCache, StoreClosed, StoreError, typed
-from kvjax.store.interface import MAX_GENERATION, Branch, Event, Gathered, Geometry, Stats, Tally, as_stored
+from kvjax.store.geometry import MAX_GENERATION, Geometry, as_stored
+from kvjax.store.interface import Branch
 from kvjax.store.native import native
+from kvjax.store.prompt import Gathered
+from kvjax.store.stats import Event, Stats, Tally
 
 
 @dataclasses.dataclass(frozen=True)

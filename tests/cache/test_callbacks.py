@@ -13,8 +13,8 @@ from kvjax.cache.pool import StoreRef
 from kvjax.errors import StoreError
 from kvjax.ops import quantize
 from kvjax.store import interface
+from kvjax.store.geometry import DTYPES, Geometry, as_stored
 from kvjax.store.host import HostStore
-from kvjax.store.interface import DTYPES, Geometry
 
 pytestmark = pytest.mark.skipif(callbacks.default_backend() != "buffer", reason="of programs on CPU")
 compiled = pytest.mark.skipif(not callbacks.COMPILED, reason="kvjax was installed without its compiled part")
@@ -39,10 +39,10 @@ def test_blocks_are_read_into_their_slots(way, dtype):
     branch, line, blocks = filled(dtype)
     rows = jnp.full((1, 2, 3, 3, 8), 7, quantize.array_type(dtype))
     read, ok = jax.jit(lambda rows: callbacks.read_in_place(rows, line, jnp.int32(0), BLOCK, SLOT))(rows)
-    expected = np.array(interface.as_stored(np.asarray(rows)))
+    expected = np.array(as_stored(np.asarray(rows)))
     expected[0, 0, [1, 2]], expected[0, 1, 0] = blocks[0, 0, [3, 0]], blocks[0, 1, 1]
     assert ok
-    np.testing.assert_array_equal(interface.as_stored(np.asarray(read)), expected)
+    np.testing.assert_array_equal(as_stored(np.asarray(read)), expected)
     branch.close()
 
 

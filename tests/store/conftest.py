@@ -11,8 +11,9 @@ import pytest
 from kvjax.errors import ConfigError
 from kvjax.store.flash.store import FlashStore
 from kvjax.store.format.pages import PAGE_BYTES, Header
+from kvjax.store.geometry import Geometry
 from kvjax.store.host import HostStore
-from kvjax.store.interface import Branch, Geometry
+from kvjax.store.interface import Branch
 from tests.store.faults import FaultySystem
 
 GEOMETRY = Geometry(layers=2, batch=2, kv_heads=2, num_blocks=6, block_rows=4, width=6, dtype="float32")

@@ -10,7 +10,7 @@ import numpy as np
 from kvjax.store.flash.store import FlashStore
 from kvjax.store.format import pages
 from kvjax.store.format.pages import HEADER_BYTES, SUPERBLOCKS
-from kvjax.store.interface import PAGE_BYTES, Geometry
+from kvjax.store.geometry import PAGE_BYTES, Geometry
 from tests.store.conftest import Driver
 
 HEADER = {  # offset and struct format of each field

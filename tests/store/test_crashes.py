@@ -15,7 +15,7 @@ import pytest
 from kvjax.errors import ChecksumMismatch, FormatMismatch, NothingSaved, ShortRead, StoreClosed
 from kvjax.store.flash.store import FlashStore
 from kvjax.store.format.pages import HEADER_BYTES, SUPERBLOCKS
-from kvjax.store.interface import PAGE_BYTES
+from kvjax.store.geometry import PAGE_BYTES
 from tests.store import crashes
 from tests.store.conftest import GEOMETRY, Driver
 from tests.store.crashes import contents

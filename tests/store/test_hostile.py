@@ -13,7 +13,7 @@ from kvjax.errors import ChecksumMismatch, ConfigError, FormatMismatch, KvjaxErr
 from kvjax.store.flash.layout import LAYOUTS
 from kvjax.store.flash.store import FlashStore
 from kvjax.store.format.pages import HEADER_BYTES, MAX_SEQUENCE, SUPERBLOCKS, Header, checksum
-from kvjax.store.interface import MAX_GENERATION
+from kvjax.store.geometry import MAX_GENERATION
 from kvjax.store.tools import inspect
 from kvjax.store.tools.mapped import open_saved
 from tests.store.conftest import GEOMETRY, WIDE, Driver

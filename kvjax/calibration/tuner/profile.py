@@ -26,8 +26,9 @@ from kvjax.methods.kvswap import KVSwap
 from kvjax.models.config import ModelConfig
 from kvjax.ops import quantize
 from kvjax.store.flash.store import FlashStore
+from kvjax.store.geometry import Geometry
 from kvjax.store.host import HostStore
-from kvjax.store.interface import Branch, Geometry, Store
+from kvjax.store.interface import Branch, Store
 
 
 def memory_bytes(

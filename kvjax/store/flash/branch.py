@@ -12,11 +12,11 @@ from kvjax.errors import ConfigError, StaleCache, WriteFailed
 from kvjax.store.flash.lineage import Lineage, Sources
 from kvjax.store.flash.table import Table
 from kvjax.store.flash.volume import Volume
-from kvjax.store.interface import Gathered
 from kvjax.store.io.aio import NONE, Guess, Landed, Ring, RingStack, native
 from kvjax.store.io.fetch import Fetch, hung
 from kvjax.store.io.file import WRITE_BYTES
 from kvjax.store.io.prefetch import Reads
+from kvjax.store.prompt import Gathered
 from kvjax.store.transaction import TransactionalBranch
 
 Take = Callable[[np.ndarray], np.ndarray]  # block numbers [n] of a layer -> blocks [n, C, width]

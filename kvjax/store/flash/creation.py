@@ -11,7 +11,7 @@ import uuid
 from kvjax import _validate
 from kvjax.errors import FormatMismatch, NoSpace, ReadFailed, StoreClosed, StoreError, StoreLocked, WriteFailed, typed
 from kvjax.store.format.pages import HEADER_BYTES, Header, is_ours
-from kvjax.store.interface import PAGE_BYTES
+from kvjax.store.geometry import PAGE_BYTES
 from kvjax.store.io.file import BlockFile, Replaced
 from kvjax.store.io.system import SystemIO
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from kvjax.errors import ConfigError
 from kvjax.store.format.extents import ExtentPool
-from kvjax.store.interface import Geometry
+from kvjax.store.geometry import Geometry
 
 
 class Layout(abc.ABC):

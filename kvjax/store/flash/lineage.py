@@ -9,7 +9,8 @@ import numpy as np
 
 from kvjax.errors import StoreError
 from kvjax.store.flash.table import Table
-from kvjax.store.interface import Geometry, Tally
+from kvjax.store.geometry import Geometry
+from kvjax.store.stats import Tally
 from kvjax.store.transaction import Blocks, StagedRows
 
 

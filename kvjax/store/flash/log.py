@@ -17,7 +17,7 @@ from kvjax.store.flash.recovery import Recovered
 from kvjax.store.flash.table import Table
 from kvjax.store.format.extents import ExtentPool
 from kvjax.store.format.pages import MAX_RECORDS, MAX_SEQUENCE, SUPERBLOCKS, Place, Record, Superblock, checksum
-from kvjax.store.interface import Geometry
+from kvjax.store.geometry import Geometry
 from kvjax.store.io.file import BlockFile
 
 

@@ -16,7 +16,7 @@ from kvjax.errors import ChecksumMismatch, FormatMismatch, NothingSaved, ShortRe
 from kvjax.store.flash.table import StreamPool, Table
 from kvjax.store.format.codec import Codec
 from kvjax.store.format.pages import HEADER_BYTES, MAX_EXTENTS, SUPERBLOCKS, Record, Superblock
-from kvjax.store.interface import PAGE_BYTES
+from kvjax.store.geometry import PAGE_BYTES
 from kvjax.store.io.file import BlockFile
 
 _PROBLEMS = (ChecksumMismatch, FormatMismatch, ShortRead)  # problems of one save that do not concern the other

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvjax.store.format.pages import checksum
-from kvjax.store.interface import PAGE_BYTES, Geometry, Prompt, whole
+from kvjax.store.geometry import PAGE_BYTES, Geometry
+from kvjax.store.prompt import Prompt, whole
 from kvjax.store.transaction import Blocks, StagedRows, TransactionalBranch
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from kvjax.store.flash.writer import Writer
 from kvjax.store.format.codec import Codec, make_codec
 from kvjax.store.format.extents import ExtentPool
 from kvjax.store.format.pages import CODECS, HEADER_BYTES, Header
-from kvjax.store.interface import Geometry, OpenBranches
+from kvjax.store.geometry import Geometry
+from kvjax.store.interface import OpenBranches
 from kvjax.store.io import emulation, profiles
 from kvjax.store.io.file import BlockFile
 from kvjax.store.io.reader import ENGINES, Reader

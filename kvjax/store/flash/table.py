@@ -10,7 +10,7 @@ import itertools
 import numpy as np
 
 from kvjax.store.format.extents import ExtentPool
-from kvjax.store.interface import Geometry
+from kvjax.store.geometry import Geometry
 
 _EMPTY = 0  # the stream without any written block, shared by all tables
 

@@ -21,7 +21,7 @@ import numpy as np
 from kvjax.errors import ConfigError
 from kvjax.store.format import block_runs
 from kvjax.store.format.pages import checksum
-from kvjax.store.interface import PAGE_BYTES, Geometry
+from kvjax.store.geometry import PAGE_BYTES, Geometry
 
 _PAGES, _CODED = np.uint64(0x7FFF), np.uint64(0x8000)  # the bits of a checksum that are not part of the hash
 _HASH = ~(_PAGES | _CODED)

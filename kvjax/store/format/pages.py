@@ -59,7 +59,7 @@ import numpy as np
 import xxhash
 
 from kvjax.errors import ChecksumMismatch, ConfigError, FormatMismatch
-from kvjax.store.interface import DTYPES, MAX_GENERATION, PAGE_BYTES, Geometry
+from kvjax.store.geometry import DTYPES, MAX_GENERATION, PAGE_BYTES, Geometry
 
 MAGIC, LOG_MAGIC, RECORD_MAGIC = b"KVJAXBLK", b"KVJAXLOG", b"KVJAXREC"
 VERSION = 3

@@ -22,7 +22,7 @@ import xxhash
 
 from kvjax.errors import StoreError
 from kvjax.store.format.pages import HEADER_BYTES
-from kvjax.store.interface import PAGE_BYTES, Geometry
+from kvjax.store.geometry import PAGE_BYTES, Geometry
 from kvjax.store.io.emulation import EmulatedIO
 from kvjax.store.io.fetch import Fetch, Times, hung
 from kvjax.store.io.file import BlockFile, Where

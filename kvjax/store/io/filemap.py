@@ -10,7 +10,7 @@ import mmap
 import os
 import weakref
 
-from kvjax.store.interface import PAGE_BYTES
+from kvjax.store.geometry import PAGE_BYTES
 from kvjax.store.io.system import SystemIO
 
 LEAST_BYTES = 1 << 30  # minimum size of a map: address space costs nothing until it is read

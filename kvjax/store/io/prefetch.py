@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvjax.store.interface import Tally
 from kvjax.store.io.aio import Guess
 from kvjax.store.io.fetch import Fetch
 from kvjax.store.io.file import Where
 from kvjax.store.io.reader import Reader
+from kvjax.store.stats import Tally
 
 Copy = Callable[[np.ndarray, np.ndarray], np.ndarray]  # (targets, out) -> positions of blocks that do not match
 Note = Callable[[str, int, float], None]  # (kind, layer, seconds) of an event

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvjax.store.interface import PAGE_BYTES
+from kvjax.store.geometry import PAGE_BYTES
 
 PIECE_BYTES = 256 << 10  # a run of neighbouring extents is split into reads of about this size
 

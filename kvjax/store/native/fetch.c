@@ -5,7 +5,7 @@
 #include "blocks.h"
 #include "staged.h"
 
-typedef struct { /* FETCHED of interface.py */
+typedef struct { /* FETCHED of stats.py */
     int64_t reads, blocks_read, bytes_read, prefetch_used, mispredicted;
     double read_seconds, io_seconds, wait_seconds;
 } Totals;

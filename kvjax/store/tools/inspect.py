@@ -15,7 +15,7 @@ from kvjax.store.flash.creation import open_file
 from kvjax.store.flash.recovery import Recovered, recover
 from kvjax.store.format.codec import Codec, make_codec
 from kvjax.store.format.pages import HEADER_BYTES, VERSION, Header
-from kvjax.store.interface import Geometry
+from kvjax.store.geometry import Geometry
 from kvjax.store.io.file import BlockFile
 from kvjax.store.io.system import SystemIO
 

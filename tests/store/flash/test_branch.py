@@ -10,6 +10,7 @@ import pytest
 
 from kvjax.errors import FormatMismatch, ReadFailed, StaleCache, StoreClosed
 from kvjax.store import interface, transaction
+from kvjax.store.geometry import DTYPES
 from kvjax.store.host import HostBranch
 from tests.store.conftest import GEOMETRY, Driver
 
@@ -18,7 +19,7 @@ def test_unwritten_blocks_are_zero(driver):
     assert not driver.read().any()
 
 
-@pytest.mark.parametrize("dtype", list(interface.DTYPES))
+@pytest.mark.parametrize("dtype", list(DTYPES))
 def test_prefill_comes_back(store, open_branch, dtype):
     driver = open_branch(store, dataclasses.replace(GEOMETRY, dtype=dtype))
     blocks = driver.prefill(layer=1)

@@ -383,7 +383,7 @@ def test_files_left_by_a_crash_are_removed(tmp_path):
     or made just now."""
     program = f"""
 import os
-from kvjax.store.interface import Geometry
+from kvjax.store.geometry import Geometry
 from kvjax.store.flash.store import FlashStore
 branch = FlashStore(directory={str(tmp_path)!r}).create(Geometry(1, 1, 1, 1, 1, 2, "int8"), "")
 print(branch.path, flush=True)

@@ -14,7 +14,8 @@ from kvjax.store.flash.layout import LAYOUTS, ClusterMajor, DualHead, Grouped, c
 from kvjax.store.flash.store import FlashStore
 from kvjax.store.format.extents import ExtentPool
 from kvjax.store.format.pages import HEADER_BYTES
-from kvjax.store.interface import Geometry, Prompt
+from kvjax.store.geometry import Geometry
+from kvjax.store.prompt import Prompt
 from tests.store.conftest import GEOMETRY, Driver
 
 BLOCKS = 40

@@ -7,7 +7,8 @@ from kvjax.errors import ChecksumMismatch, ConfigError
 from kvjax.store.flash.sequential import log_geometry
 from kvjax.store.flash.store import FlashStore
 from kvjax.store.format.pages import HEADER_BYTES
-from kvjax.store.interface import Geometry, Prompt
+from kvjax.store.geometry import Geometry
+from kvjax.store.prompt import Prompt
 
 # Rows of 512 bytes: 8 tokens to a page of a log.
 GEOMETRY = Geometry(layers=1, batch=1, kv_heads=2, num_blocks=6, block_rows=8, width=128, dtype="float32")

@@ -15,7 +15,7 @@ import pytest
 from kvjax.errors import ConfigError, WriteFailed
 from kvjax.store.flash.store import FlashStore
 from kvjax.store.format.pages import HEADER_BYTES
-from kvjax.store.interface import Geometry
+from kvjax.store.geometry import Geometry
 from tests.store.conftest import GEOMETRY, Driver, inspect_header, settle, wait_until
 from tests.store.faults import FaultySystem
 from tests.store.flash.test_history import History
@@ -106,7 +106,7 @@ def test_forgotten_branch_takes_file_and_threads_along(tmp_path):
 
 def test_exit_removes_temporary_files(tmp_path):
     program = f"""
-from kvjax.store.interface import Geometry
+from kvjax.store.geometry import Geometry
 from kvjax.store.flash.store import FlashStore
 branch = FlashStore(directory={str(tmp_path)!r}).create(Geometry(1, 1, 1, 1, 1, 2, "int8"), "")
 import os

@@ -8,7 +8,7 @@ import pytest
 from kvjax.errors import NoSpace, WriteFailed
 from kvjax.store.flash.store import FlashStore
 from kvjax.store.flash.volume import Volume
-from kvjax.store.interface import PAGE_BYTES
+from kvjax.store.geometry import PAGE_BYTES
 from tests.store.conftest import GEOMETRY, WIDE, settle, skip_without, wait_until
 
 EXTENT = GEOMETRY.extent_bytes

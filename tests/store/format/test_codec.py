@@ -15,7 +15,7 @@ from kvjax.errors import ChecksumMismatch, ConfigError, FormatMismatch, NoSpace,
 from kvjax.store.flash.store import FlashStore
 from kvjax.store.format.codec import make_codec
 from kvjax.store.format.pages import HEADER_BYTES
-from kvjax.store.interface import PAGE_BYTES, Geometry
+from kvjax.store.geometry import PAGE_BYTES, Geometry
 from kvjax.store.tools import inspect
 from tests.store.conftest import GEOMETRY, WIDE, Driver, inspect_header, plant_runs, settle, still_works
 from tests.store.faults import FaultySystem

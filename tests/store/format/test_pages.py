@@ -6,7 +6,7 @@ import pytest
 
 from kvjax.errors import ChecksumMismatch, ConfigError, FormatMismatch
 from kvjax.store.format.pages import Header
-from kvjax.store.interface import PAGE_BYTES, Geometry
+from kvjax.store.geometry import PAGE_BYTES, Geometry
 from tests.store.conftest import GEOMETRY, inspect_header
 
 HEADER = Header(Geometry(3, 1, 8, 100, 64, 256, "bfloat16"), "llama/ünïcode")

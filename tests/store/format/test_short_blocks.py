@@ -5,7 +5,7 @@ import pytest
 
 from kvjax.store.flash.store import FlashStore
 from kvjax.store.format.codec import make_codec
-from kvjax.store.interface import PAGE_BYTES
+from kvjax.store.geometry import PAGE_BYTES
 from tests.store.conftest import WIDE, Driver, settle
 from tests.store.conftest import engine as engine
 

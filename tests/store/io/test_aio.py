@@ -249,7 +249,7 @@ def test_a_forgotten_fetch_gives_its_ring_back(fixed, collect):
 def test_a_guess_may_be_in_flight_at_exit(tmp_path):
     program = f"""
 import numpy as np
-from kvjax.store.interface import Geometry
+from kvjax.store.geometry import Geometry
 from kvjax.store.flash.store import FlashStore
 from tests.store.conftest import settle
 branch = FlashStore(directory={str(tmp_path)!r}).create(Geometry(1, 1, 1, 64, 1, 2, "int8"), "")

@@ -10,10 +10,11 @@ import pytest
 
 from kvjax.store.flash.lineage import Staged
 from kvjax.store.format.pages import HEADER_BYTES, checksum
-from kvjax.store.interface import FETCHED, Geometry
+from kvjax.store.geometry import Geometry
 from kvjax.store.io import aio
 from kvjax.store.io.libaio import EVENT, IOCB
 from kvjax.store.io.system import SystemIO
+from kvjax.store.stats import FETCHED
 from tests.store.conftest import skip_without
 
 native = pytest.importorskip("kvjax.store.native._compiled")
