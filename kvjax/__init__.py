@@ -13,8 +13,8 @@ from kvjax.errors import KvjaxError, StoreError
 from kvjax.inference.answers import Result, Scores
 from kvjax.inference.cache import Cache
 from kvjax.inference.chat import Chat
+from kvjax.inference.dense_prefill import PromptActivations
 from kvjax.inference.plan import Slots
-from kvjax.inference.prefill import PromptActivations
 from kvjax.inference.programs import keep_programs
 from kvjax.inference.sampling import Sampling
 from kvjax.inference.stream import Piece, Stream

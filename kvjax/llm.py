@@ -21,11 +21,11 @@ from kvjax.inference.answers import Result, Scores
 from kvjax.inference.cache import Cache
 from kvjax.inference.chat import Chat
 from kvjax.inference.decode import Driver, check_driver, check_single
+from kvjax.inference.dense_prefill import PromptActivations
 from kvjax.inference.generate import Observer, running
 from kvjax.inference.model import TextModel
 from kvjax.inference.new_cache import PrefillDefaults, Wanted
 from kvjax.inference.plan import Slots
-from kvjax.inference.prefill import PromptActivations
 from kvjax.inference.sampling import Sampling
 from kvjax.inference.saves import restoring
 from kvjax.inference.stream import Piece, Stream, TextSoFar

@@ -17,7 +17,7 @@ from kvjax.cache.fill import Prompts, empty_state, fill_memory
 from kvjax.cache.layer import LayerCache, LayerPlan
 from kvjax.cache.pool import StoreRef
 from kvjax.cache.write import write_token
-from kvjax.inference import chunked_prefill, decode, prefill
+from kvjax.inference import chunked_prefill, decode, dense_prefill
 from kvjax.inference.layer_offload import shape_only as shape
 from kvjax.inference.lookahead import Token, next_layer
 from kvjax.inference.plan import Plan, Slots, State, outline
@@ -140,7 +140,7 @@ def cases(
         return chunked_prefill._write(layer, kept, new, tokens, at, count, ok, number, ref, None)
 
     def prompt(x, params):
-        return prefill._read_layer(config, min(prefill._CHUNK, x.shape[1]), params, x)
+        return dense_prefill.read_layer(config, min(dense_prefill.CHUNK, x.shape[1]), params, x)
 
     following = next_layer(plan, params, state.layers, 0, lambda i: state.layers[i])
     reading = (weights, following, x, tokens, flags, number, ref)

@@ -21,11 +21,11 @@ from kvjax.eval import tasks
 from kvjax.eval.metrics import Probe
 from kvjax.eval.tasks import Continuation, Sample, asking
 from kvjax.eval.tasks.asking import Questions
-from kvjax.inference import prefill
+from kvjax.inference import dense_prefill
 from kvjax.inference.cache import Cache
+from kvjax.inference.dense_prefill import Activations, PromptActivations
 from kvjax.inference.memory import FLASH, HOST
 from kvjax.inference.plan import Plan, Slots, bytes_of, make_plan, outline, store_geometry
-from kvjax.inference.prefill import Activations, PromptActivations
 from kvjax.inference.progress import CLOCK
 from kvjax.inference.usage import Usage
 from kvjax.llm import LLM
@@ -283,7 +283,7 @@ def timed() -> Iterator[Timed]:
 
 def _padded(tokens: int) -> int:
     """Returns the length to which a prompt is padded."""
-    return prefill.pad(np.zeros((1, tokens), np.int32)).shape[1]
+    return dense_prefill.pad(np.zeros((1, tokens), np.int32)).shape[1]
 
 
 def _by_length(samples: Sequence[Sample]) -> list[Sample]:

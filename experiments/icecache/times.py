@@ -13,7 +13,7 @@ import kvjax
 from experiments import common
 from experiments.speed import layer_times, made_up, timing
 from kvjax.eval.tasks import asking
-from kvjax.inference import decode, prefill
+from kvjax.inference import decode, dense_prefill, prefill
 from kvjax.inference.plan import Slots, bytes_of, make_plan, store_geometry
 
 Row = dict
@@ -42,7 +42,7 @@ def _second_token(llm: kvjax.LLM, method, length: int, config, directory) -> Row
         for kind, times in seconds.items():
             started = time.perf_counter()
             if kind == "dense":
-                jax.block_until_ready([layer.out for layer in prefill.read(llm.config, llm.params, tokens)][-1])
+                jax.block_until_ready([layer.out for layer in dense_prefill.read(llm.config, llm.params, tokens)][-1])
             else:
                 _ask(llm, method, tokens, store, kind == "pipelined")
             times.append(time.perf_counter() - started)

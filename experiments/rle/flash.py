@@ -15,7 +15,7 @@ import numpy as np
 
 import kvjax
 from experiments import common
-from kvjax.inference.prefill import PromptActivations
+from kvjax.inference.dense_prefill import PromptActivations
 from kvjax.llm import Scores
 from kvjax.store.format import block_runs
 from kvjax.store.geometry import PAGE_BYTES

@@ -11,7 +11,7 @@ import kvjax
 from experiments.shift.decoding import Decoding, Window, in_token_order
 from kvjax.cache.layer import LayerPlan
 from kvjax.eval import metrics
-from kvjax.inference import prefill
+from kvjax.inference import dense_prefill
 from kvjax.inference.blocks import unembed
 from kvjax.inference.plan import Plan, State
 from kvjax.methods.clusters.index import statistics
@@ -135,7 +135,7 @@ def dense_outputs(llm: kvjax.LLM, tokens: np.ndarray, starts: Sequence[int], con
     of N windows."""
     at = config.prompt + np.asarray(starts)[:, None] + np.arange(config.steps)
     out = None
-    for layer in prefill.read(llm.config.for_length(tokens.shape[1]), llm.params, prefill.pad(tokens)):
+    for layer in dense_prefill.read(llm.config.for_length(tokens.shape[1]), llm.params, dense_prefill.pad(tokens)):
         out = layer.out  # of each layer only this is kept
     return np.asarray(out)[:, at]
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.errors import PromptError
-from kvjax.inference import prefill
+from kvjax.inference import dense_prefill
 from kvjax.llm import LLM
 from kvjax.models.transformer import Block
 from kvjax.ops.precise import matmul
@@ -72,10 +72,10 @@ def layers_of(llm: LLM, tokens: np.ndarray, ahead: bool = False) -> Iterator[tup
         before = layer.x
 
 
-def _read(llm: LLM, tokens: np.ndarray) -> Iterator[prefill.Activations]:
+def _read(llm: LLM, tokens: np.ndarray) -> Iterator[dense_prefill.Activations]:
     """Returns the activations of each layer over tokens[B, T], padded to a length that prefill compiles for."""
     config = llm.config.for_length(tokens.shape[1])
-    return prefill.read(config, llm.params, prefill.pad(jnp.asarray(tokens, jnp.int32)))
+    return dense_prefill.read(config, llm.params, dense_prefill.pad(jnp.asarray(tokens, jnp.int32)))
 
 
 @functools.partial(jax.jit, static_argnums=0)

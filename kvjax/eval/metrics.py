@@ -17,7 +17,7 @@ from kvjax.cache.method import ENDLESS
 from kvjax.errors import ConfigError
 from kvjax.inference.cache import Cache
 from kvjax.inference.decode import Step
-from kvjax.inference.prefill import PromptActivations
+from kvjax.inference.dense_prefill import PromptActivations
 from kvjax.ops.attention import NEGATIVE, soft_capped, softmax
 from kvjax.ops.precise import einsum
 from kvjax.typing import Array, Bool, Float, Int32

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvjax.cache.pool import FetchStats
 from kvjax.errors import NotFinite
-from kvjax.inference import chunked_prefill, decode, layer_offload, loop, prefill, progress, sampling
+from kvjax.inference import chunked_prefill, decode, dense_prefill, layer_offload, loop, progress, sampling
 from kvjax.inference.answers import Answer, Ends
 from kvjax.inference.cache import Cache
 from kvjax.inference.decode import Driver, Step
@@ -108,7 +108,7 @@ class Generation:
           NotFinite: the model computed NaN or infinity.
           StoreError: the store failed.
         """
-        tokens, length = prefill.batch(rows)
+        tokens, length = dense_prefill.batch(rows)
         logprobs, greedy = np.zeros(tokens.shape, np.float32), np.zeros(tokens.shape, bool)
         with progress.shown("scoring", int(length.max())) as bar:
             for i, column in enumerate(tokens.T):
@@ -282,7 +282,7 @@ def extended(params: PyTree, cache: Cache, rows: list[list[int]], chunk: int) ->
     Returns:
       The cache after them; its logits may not be finite (`check_logits`).
     """
-    tokens, length = prefill.batch(rows)
+    tokens, length = dense_prefill.batch(rows)
     state, logits = chunked_prefill.extend(cache.plan, params, cache.state, tokens, length, chunk)
     logits = jnp.where(jnp.asarray(length > 0)[:, None], logits, cache.logits)
     return dataclasses.replace(cache, state=state, logits=logits, pending=())

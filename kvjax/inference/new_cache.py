@@ -12,12 +12,12 @@ import numpy as np
 
 from kvjax.cache.method import ENDLESS, Method
 from kvjax.errors import ConfigError, FormatMismatch, PromptError
-from kvjax.inference import arguments, chunked_prefill, prefill
+from kvjax.inference import arguments, chunked_prefill, dense_prefill, prefill
 from kvjax.inference.cache import Cache
+from kvjax.inference.dense_prefill import PromptActivations
 from kvjax.inference.generate import check_logits, extended
 from kvjax.inference.model import TextModel
 from kvjax.inference.plan import Plan, Slots, check_capacity, check_plan, make_plan, on_store, store_geometry
-from kvjax.inference.prefill import PromptActivations
 from kvjax.methods.full import Full
 from kvjax.ops import quantize
 from kvjax.store.interface import Branch, Store
@@ -86,7 +86,7 @@ def tokenise(model: TextModel, context, chunk: int | None) -> TokenisedPrompts:
         chunked_prefill.check_chunk(chunk)
     if not isinstance(context, PromptActivations):
         rows = _rows(model, context)
-        tokens, length = prefill.batch([row[:chunk] for row in rows])
+        tokens, length = dense_prefill.batch([row[:chunk] for row in rows])
         rest = [[] if chunk is None else row[chunk:] for row in rows]
         return TokenisedPrompts(PromptActivations(tokens, length, (), model.fingerprint), rest, chunk)
     if chunk is not None:
@@ -110,17 +110,17 @@ def read(model: TextModel, context, capacity: int | None) -> PromptActivations:
     """Reads a context densely; see `LLM.read`."""
     if capacity is not None:
         check_capacity(capacity)
-    tokens, length = prefill.batch(_rows(model, context))
+    tokens, length = dense_prefill.batch(_rows(model, context))
     capacity = usual_capacity(model, int(length.max())) if capacity is None else capacity
     return _read(model, PromptActivations(tokens, length, (), model.fingerprint), capacity)
 
 
 def _read(model: TextModel, reading: PromptActivations, capacity: int) -> PromptActivations:
     """Adds the activations of all layers, for caches of this capacity."""
-    tokens, config, layout = prefill.pad(reading.tokens), model.config.for_length(capacity), model.layout
+    tokens, config, layout = dense_prefill.pad(reading.tokens), model.config.for_length(capacity), model.layout
     if layout is not None:
         layout.check_batch(len(tokens))
-    layers = tuple(jax.device_get(layer) for layer in prefill.read(config, model.params, tokens, layout))
+    layers = tuple(jax.device_get(layer) for layer in dense_prefill.read(config, model.params, tokens, layout))
     return dataclasses.replace(reading, tokens=tokens, layers=layers, capacity=capacity)
 
 
@@ -260,7 +260,7 @@ def fill(
     dense = prompts.read
     try:
         state, logits = prefill.fill_cache(
-            plan, model.params, prefill.pad(dense.tokens), dense.length, branch, slots, dense.layers or None
+            plan, model.params, dense_prefill.pad(dense.tokens), dense.length, branch, slots, dense.layers or None
         )
         cache = Cache(plan, state, logits, branch, model.fingerprint)
         check_logits(model.params, cache)

@@ -17,7 +17,7 @@ from kvjax.cache.fill import empty_state
 from kvjax.cache.types import Selection, Spec
 from kvjax.cache.write import _due_blocks, write_token
 from kvjax.errors import ConfigError, NoSpace, PromptError, StaleCache, WriteFailed
-from kvjax.inference import decode, layer_offload, prefill
+from kvjax.inference import decode, dense_prefill, layer_offload, prefill
 from kvjax.inference.lookahead import Token
 from kvjax.inference.plan import Slots, make_plan, store_geometry
 from kvjax.models.transformer import Block
@@ -367,7 +367,8 @@ def test_reading_a_prompt_takes_memory_in_proportion_to_it(params):
     """Temporaries of a layer over 2,048 and 8,192 tokens; what grew with the square would be 16 times as much."""
     def used(length):
         x = jax.ShapeDtypeStruct((1, length, CONFIG.hidden_size), jnp.float32)
-        program = prefill._read_layer.lower(CONFIG.layers[0], prefill._CHUNK, params["layers_0"], x).compile()
+        layer, size = CONFIG.layers[0], dense_prefill.CHUNK
+        program = dense_prefill.read_layer.lower(layer, size, params["layers_0"], x).compile()
         return program.memory_analysis().temp_size_in_bytes
 
     assert used(8192) < 5 * used(2048)
@@ -422,7 +423,7 @@ def test_the_next_layer_is_read_while_one_is_indexed(params, tokens, tmp_path, m
     plan, events, fill = make_plan(CONFIG, METHODS["quest"], 2, CAPACITY), [], prefill.fill
 
     def read():
-        for i, one in enumerate(prefill.read(CONFIG, params, prefill.pad(jnp.asarray(tokens[:, :40])))):
+        for i, one in enumerate(dense_prefill.read(CONFIG, params, dense_prefill.pad(jnp.asarray(tokens[:, :40])))):
             events.append(("read", i))
             yield one
 

@@ -10,7 +10,7 @@ from jax._src import source_info_util
 
 from kvjax.cache import fill
 from kvjax.cache.pool import StoreRef
-from kvjax.inference import decode, prefill
+from kvjax.inference import decode, dense_prefill, prefill
 from kvjax.inference.cache import State
 from kvjax.inference.plan import Slots, make_plan
 from kvjax.models.transformer import Transformer
@@ -48,7 +48,7 @@ def state_of(plan, params):
 
     def filled(params, tokens, length):
         caches, leader = [], None
-        for i, read in enumerate(prefill.read(plan.config, params, tokens)):
+        for i, read in enumerate(dense_prefill.read(plan.config, params, tokens)):
             layer = plan.layers[i]
             queries = prefill._last_queries(plan.config.layers[i], layer, params[f"layers_{i}"], read.x, length)
             prompts = fill.Prompts(read.key, read.value, length, tokens, queries)
@@ -79,8 +79,9 @@ def test_a_layer_in_bfloat16_rounds_what_it_returns_alone():
     config, size = CONFIG.layers[0], 16
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), make_params(sharper=1)["layers_0"])
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 32, config.hidden_size)), jnp.bfloat16)
-    exact_layer = prefill._read_layer(config, size, *jax.tree.map(lambda leaf: leaf.astype(jnp.float32), (params, x)))
-    for found, expected in zip(prefill._read_layer(config, size, params, x), exact_layer, strict=True):
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), (params, x))
+    exact_layer = dense_prefill.read_layer(config, size, *wide)
+    for found, expected in zip(dense_prefill.read_layer(config, size, params, x), exact_layer, strict=True):
         assert found.dtype == jnp.bfloat16
         np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=2**-8, atol=1e-6)
 

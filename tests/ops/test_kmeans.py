@@ -15,7 +15,7 @@ from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_rand_score
 
 import kvjax
-from kvjax.inference import prefill
+from kvjax.inference import dense_prefill
 from kvjax.ops import kmeans as clustering
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -88,7 +88,7 @@ def keys():
     """Those of each KV head of two layers of a trained model, which reads a module of the standard library."""
     llm = kvjax.load(ROOT / "kvjax/reference_8k")
     text = llm.encode(pathlib.Path(argparse.__file__).read_text(), start=True)[: max(SIZES)]
-    layers = prefill.read(llm.config, llm.params, prefill.pad(jnp.asarray([text])))
+    layers = dense_prefill.read(llm.config, llm.params, dense_prefill.pad(jnp.asarray([text])))
     return np.concatenate([one.key[0, : len(text)].swapaxes(0, 1) for one in itertools.islice(layers, 2)])
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny
 
-from kvjax.inference import prefill
+from kvjax.inference import dense_prefill
 from kvjax.ops import causal
 from kvjax.ops.kernels import prompt_attention, tiles
 
@@ -79,9 +79,9 @@ def test_other_platforms_take_the_chunks():
 def test_a_layer_reads_a_prompt_as_on_other_platforms(monkeypatch):
     config, params = tiny.CONFIG.layers[0], tiny.make_params(sharper=1)["layers_0"]
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 128, config.hidden_size)), jnp.float32)
-    expected = prefill._read_layer(config, 32, params, x)
+    expected = dense_prefill.read_layer(config, 32, params, x)
     monkeypatch.setattr(tiles, "wanted", lambda: True)
-    found = jax.jit(prefill._read_layer.__wrapped__, static_argnums=(0, 1))(config, 64, params, x)
+    found = jax.jit(dense_prefill.read_layer.__wrapped__, static_argnums=(0, 1))(config, 64, params, x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, expected)
 
 
