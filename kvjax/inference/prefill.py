@@ -1,9 +1,8 @@
 """Prefill: prompts are read layer by layer, and each layer is indexed while the next one is read."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from kvjax.models.transformer import Block
 from kvjax.store.geometry import as_stored
 from kvjax.store.interface import Branch
 from kvjax.store.prompt import Gathered, Prompt
-from kvjax.typing import Array, Int32, PyTree
+from kvjax.typing import Array, Float, Int32, PyTree
 
 
 def prefill(
@@ -78,52 +77,84 @@ def fill_cache(
       StoreError: the store cannot be written.
     """
     tokens, length = jnp.asarray(padded), jnp.asarray(lengths, jnp.int32)
-    layout = plan.layout
-    if layout is not None:  # devices that exchange numbers have to run the same programs in the same order
-        tokens, length = (layout.put(x, layout.by_sequence) for x in (tokens, length))
+    if plan.layout is not None:  # devices that exchange numbers have to run the same programs in the same order
+        tokens, length = (plan.layout.put(each, plan.layout.by_sequence) for each in (tokens, length))
         pipelined = False
-    slots, caches, before = slots or Slots(), [], None
-    hidden: Any = None
-    lot = _offload_branch(plan, branch, slots)
-
-    @_as_in_this_thread
-    def index(i, activations):
-        """Adds layer i's cache; must be called layer by layer."""
-        nonlocal before
-        leader = before if plan.layers[i].follows else None
-        if layout is None:
-            queries = _last_queries(
-                plan.config.layers[i], plan.layers[i], params[f"layers_{i}"], activations.x, length)
-            prompts = Prompts(activations.key, activations.value, length, tokens, queries)
-            samples = _sample_queries(plan, i, branch, params, activations.x, length)
-            cache = fill(plan, i, prompts, leader, branch, slots, samples)
-        else:
-            cache = _fill_on_mesh(plan, i, params, activations, length, tokens, leader)
-        before = cache.state
-        caches.append(layer_offload.offload(lot, i, cache) if lot else cache)
-
+    filling = _Filling(plan, params, tokens, length, branch, slots or Slots())
     try:
-        with ThreadPoolExecutor(1) as indexer:
-            pending = indexer.submit(lambda: None)
-            with progress.shown("reading the prompt", len(plan.layers), "layers") as bar:
-                for i, activations in enumerate(layers or read(plan.config, params, tokens, layout)):
-                    pending.result()  # at most one layer is queued, which bounds memory
-                    pending, hidden = indexer.submit(index, i, activations), activations.out
-                    bar.update()
-                    if not pipelined:
-                        pending.result()
-                pending.result()
-        last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]
-        handle, generation = (-1, 0) if branch is None else (branch.handle, branch.generation)
-        ref = StoreRef(jnp.int32(handle), jnp.int32(generation))
-        if layout is None:
-            return State(tuple(caches), length, ref), unembed(plan.config, params, last)
-        ref = jax.tree.map(lambda number: layout.put(number, layout.everywhere), ref)
-        return State(tuple(caches), length, ref), on_mesh.unembed(layout, plan.config, params, last)
+        activations = layers or read(plan.config, params, tokens, plan.layout)
+        hidden = _overlapped(filling.add, activations, len(plan.layers), pipelined)
+        return _whole(plan, params, filling.caches, hidden, length, branch)
     except BaseException:
-        if lot is not None:
-            lot.discard()
+        filling.discard()
         raise
+
+
+class _Filling:
+    """A cache that is filled layer by layer.
+
+    Attributes:
+      caches: the layers' caches so far.
+    """
+
+    def __init__(self, plan: Plan, params: PyTree, tokens, length, branch: Branch | None, slots: Slots):
+        self.caches: list[LayerCache | layer_offload.OffloadedLayer] = []
+        self._before: LayerState | None = None
+        self._plan, self._params, self._branch, self._slots = plan, params, branch, slots
+        self._tokens, self._length = tokens, length
+        self._offloaded = _offload_branch(plan, branch, slots)
+
+    def add(self, i: int, activations: Activations) -> None:
+        """Adds layer i's cache; must be called layer by layer."""
+        leader = self._before if self._plan.layers[i].follows else None
+        if self._plan.layout is None:
+            cache = self._fill(i, activations, leader)
+        else:
+            cache = _fill_on_mesh(self._plan, i, self._params, activations, self._length, self._tokens, leader)
+        self._before = cache.state
+        self.caches.append(layer_offload.offload(self._offloaded, i, cache) if self._offloaded else cache)
+
+    def _fill(self, i, activations, leader):
+        plan, x, length = self._plan, activations.x, self._length
+        queries = _last_queries(plan.config.layers[i], plan.layers[i], self._params[f"layers_{i}"], x, length)
+        prompts = Prompts(activations.key, activations.value, length, self._tokens, queries)
+        samples = _sample_queries(plan, i, self._branch, self._params, x, length)
+        return fill(plan, i, prompts, leader, self._branch, self._slots, samples)
+
+    def discard(self) -> None:
+        """Drops the branch of offloaded layers, if there is one."""
+        if self._offloaded is not None:
+            self._offloaded.discard()
+
+
+def _overlapped(
+    add: Callable[[int, Activations], None], layers: Iterable[Activations], count: int, pipelined: bool
+) -> Float[Array, "B T E"]:
+    """Calls `add` with each layer in another thread while the next one is read; returns the last layer's output."""
+    with ThreadPoolExecutor(1) as indexer, progress.shown("reading the prompt", count, "layers") as bar:
+        add, pending = _as_in_this_thread(add), indexer.submit(lambda: None)
+        for i, activations in enumerate(layers):
+            pending.result()  # at most one layer is queued, which bounds memory
+            pending, hidden = indexer.submit(add, i, activations), activations.out
+            bar.update()
+            if not pipelined:
+                pending.result()
+        pending.result()
+    return jnp.asarray(hidden)
+
+
+def _whole(
+    plan: Plan, params: PyTree, caches: Sequence[LayerCache | layer_offload.OffloadedLayer], hidden, length,
+    branch: Branch | None,
+):
+    """Returns (State, logits [B, V]) of the layers' caches and of the last layer's output hidden[B, T, E]."""
+    last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]
+    handle, generation = (-1, 0) if branch is None else (branch.handle, branch.generation)
+    ref = StoreRef(jnp.int32(handle), jnp.int32(generation))
+    if (layout := plan.layout) is None:
+        return State(tuple(caches), length, ref), unembed(plan.config, params, last)
+    ref = StoreRef(layout.put(ref.handle, layout.everywhere), layout.put(ref.generation, layout.everywhere))
+    return State(tuple(caches), length, ref), on_mesh.unembed(layout, plan.config, params, last)
 
 
 def _as_in_this_thread(function):
