@@ -13,15 +13,14 @@ answer and recent window included, and methods that retrieve keep the rest where
 
 Columns: the mean score with its 95 % interval; medians over prompts, with the least and the most, of the seconds from
 the prompt to the first token of its answer and of the milliseconds of each token after it; the peak memory of the
-process, and how much of it came after the weights were loaded. The first prompt of each process warms it up and does
-not count in times. With --method=NAME only that row is measured, in this process.
+process, compiling included, and what is left of it without the weights. The first prompt of each process warms it up
+and does not count in times. With --method=NAME only that row is measured, in this process. Linux only.
 """
 
 import json
 import os
 import pathlib
 import re
-import resource
 import subprocess
 import sys
 import time
@@ -154,7 +153,7 @@ def measured(row: str, prompts: Sequence[Prompt]) -> dict[str, Any]:
     name, _, share = row.partition("@")
     make = with_kvjax if name.startswith("kvjax.") else with_transformers
     answer, decode = make(name, float(share or 1))
-    loaded, lines = peak_bytes(), []
+    lines = []
     answer(prompts[0])
     for prompt in prompts:
         ids, at = answer(prompt)
@@ -162,8 +161,8 @@ def measured(row: str, prompts: Sequence[Prompt]) -> dict[str, Any]:
         lines.append({"task": prompt["task"], "score": scoring.score(prompt["metric"], text, prompt["answers"]),
                       "first": at[0], "each": float(np.diff(at).mean()) if len(at) > 1 else None, "text": text})
         print(f"{row} {prompt['task']} {lines[-1]['score']:.2f} {at[0]:.1f} s {text!r:.60}", file=sys.stderr)
-    return {"method": name, "share": float(share or 1), "loaded_bytes": loaded, "peak_rss_bytes": peak_bytes(),
-            "prompts": lines}
+    return {"method": name, "share": float(share or 1), "weight_bytes": weight_bytes(),
+            "peak_rss_bytes": peak_bytes(), "prompts": lines}
 
 
 def cut(text: str, stops: Iterable[str]) -> str:
@@ -172,8 +171,14 @@ def cut(text: str, stops: Iterable[str]) -> str:
 
 
 def peak_bytes() -> int:
-    """Returns the largest memory of this process so far."""
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    """Returns the largest memory of this process so far; getrusage would return its parent's, if that had more."""
+    status = pathlib.Path("/proc/self/status").read_text()
+    return 1024 * int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0])
+
+
+def weight_bytes() -> int:
+    """Returns the bytes of the model's files, whose weights have to be in float32, as both libraries hold them."""
+    return sum(path.stat().st_size for path in pathlib.Path(MODEL.value).glob("*.safetensors"))
 
 
 def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -183,7 +188,7 @@ def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
     for task in [*tasks, "all"]:
         lines = [line for line in found["prompts"] if task in (line["task"], "all")]
         share = float(np.mean([line["score"] for line in lines]))
-        row = {name: found[name] for name in ("method", "share", "loaded_bytes", "peak_rss_bytes")}
+        row = {name: found[name] for name in ("method", "share", "weight_bytes", "peak_rss_bytes")}
         row |= {"task": task, "context": LENGTH.value, "samples": len(lines), "accuracy": share,
                 "interval": intervals.wilson(share, len(lines))}
         for name, scale in (("first", 1), ("each", 1e3)):
@@ -195,13 +200,13 @@ def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Returns the rows of all tasks together as a Markdown table."""
-    lines = ["| method | kept | score | to the first token, s | a token, ms | peak MiB | of it beside weights |",
+    lines = ["| method | kept | score | to the first token, s | a token, ms | peak MiB | of it without weights |",
              "|---|---|---|---|---|---|---|"]
     for row in rows:
         if row["task"] == "all":
             low, high = row["interval"]
             first, each = ("{:.1f} ({:.1f}, {:.1f})".format(*row[name]) for name in ("first_s", "each_ms"))
-            more = row["peak_rss_bytes"] - row["loaded_bytes"]
+            more = row["peak_rss_bytes"] - row["weight_bytes"]
             lines.append(f"| {row['method']} | {row['share']:.3g} | {row['accuracy']:.2f} ({low:.2f}, {high:.2f}) "
                          f"| {first} | {each} | {row['peak_rss_bytes'] / 2**20:,.0f} | {more / 2**20:,.0f} |")
     return "\n".join(lines)
