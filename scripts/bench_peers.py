@@ -73,12 +73,9 @@ def draw_prompts(path: pathlib.Path) -> list[Prompt]:
     return prompts
 
 
-def with_transformers(name: str, share: float) -> tuple[Answering, Callable[[list[int]], str]]:
-    """Returns how transformers answers with one of kvpress's presses, and how tokens are decoded."""
-    import torch
-    import transformers
+def pressed(name: str, share: float) -> Any:
+    """Returns the press of a row of kvpress; None for transformers alone."""
     from kvpress import AdaKVPress, ExpectedAttentionPress, KVzipPress, SnapKVPress
-    from kvpress.pipeline import KVPressTextGenerationPipeline
 
     made = {
         "transformers": lambda: None,
@@ -89,26 +86,20 @@ def with_transformers(name: str, share: float) -> tuple[Answering, Callable[[lis
     }
     if name not in made:
         raise ConfigError(f"unknown method {name!r}; use one of {', '.join(made)}, or kvjax.NAME")
+    return made[name]()
+
+
+def with_transformers(name: str, share: float) -> tuple[Answering, Callable[[list[int]], str]]:
+    """Returns how transformers answers with one of kvpress's presses, and how tokens are decoded."""
+    import torch
+    import transformers
+    from kvpress.pipeline import KVPressTextGenerationPipeline
+
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL.value, local_files_only=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(MODEL.value, dtype=torch.float32, local_files_only=True)
-    pipeline, press = KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer), made[name]()
-    ids: list[int] = []
-    at: list[float] = []
-
-    def note(module, inputs, output):
-        at.append(time.perf_counter())
-        ids.append(int(output.logits[0, -1].argmax()))
-
-    generate_answer = pipeline.generate_answer
-
-    def noted(*args, **settings):
-        ids.clear()  # of what KVzip asked the model while it read the context
-        at.clear()
-        return generate_answer(*args, **settings)
-
-    model.register_forward_hook(note)
-    pipeline.generate_answer = noted
+    pipeline, press = KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer), pressed(name, share)
+    ids, at = noted(model, pipeline)
 
     def answer(prompt):
         started = time.perf_counter()
@@ -119,6 +110,27 @@ def with_transformers(name: str, share: float) -> tuple[Answering, Callable[[lis
         return list(ids), [when - started for when in at]
 
     return answer, tokenizer.decode
+
+
+def noted(model, pipeline) -> tuple[list[int], list[float]]:
+    """Returns two lists to which each answer's tokens, and when each was there, are added while it is made."""
+    ids: list[int] = []
+    at: list[float] = []
+
+    def note(module, inputs, output):
+        at.append(time.perf_counter())
+        ids.append(int(output.logits[0, -1].argmax()))
+
+    generate_answer = pipeline.generate_answer
+
+    def started(*args, **settings):
+        ids.clear()  # of what KVzip asked the model while it read the context
+        at.clear()
+        return generate_answer(*args, **settings)
+
+    model.register_forward_hook(note)
+    pipeline.generate_answer = started
+    return ids, at
 
 
 def with_kvjax(name: str, share: float) -> tuple[Answering, Callable[[list[int]], str]]:

@@ -108,7 +108,31 @@ def attend(
     sums, numbers = (heads, _halves(dtype), group + more, width), (heads, 1, group + more, LANES)
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (sums, numbers, numbers)]
 
-    piece, last = _pieces(found, block_rows, block, count), heads * found.steps - 1
+    piece = _pieces(found, block_rows, block, count)
+    kernel = functools.partial(_kernel, steps=found.steps, dtype=dtype, key_width=key_width, cap=cap)
+    out, top, total = pl.pallas_call(
+        kernel, out_shape=results, grid_spec=_grid(found, q, bias, results, width, pool.dtype),
+        interpret=tiles.interpreted(), name="selected_attention",
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
+        cost_estimate=cost(dtype, q, bias, results, pool, block, most_rows),
+    )(piece, piece, q, bias, off_chip(pool.reshape(-1, found.piece_rows, width)))
+    codes = size // _halves(dtype)
+    out = out[:, :, :group, key_width : key_width + codes]
+    out = jnp.moveaxis(out, 1, -1).reshape(heads, group, size)  # a byte of int4 holds two dimensions
+    return out, top[:, 0, :group, 0], total[:, 0, :group, 0]
+
+
+def _grid(found: Cut, q, bias, results, width: int, pool_type) -> pl.GridSpec:
+    """Returns the kernel's grid, a step for each `found.pieces` pieces of a head, and what of its operands a step sees.
+
+    Args:
+      found: how blocks are cut into pieces.
+      q, bias, results: operands and results of the kernel, or their shapes.
+      width: numbers of a row in the pool.
+      pool_type: element type of the pool.
+    """
+    heads = q.shape[0]
+    last = heads * found.steps - 1
 
     def mine(shape):
         return pl.BlockSpec((1, *shape[1:]), lambda n, i: (n, 0, 0, 0))
@@ -117,27 +141,17 @@ def attend(
         return pl.BlockSpec((1, 1, found.pieces), memory_space=pltpu.SMEM,
                             index_map=lambda n, i: (jnp.minimum(n * found.steps + i + ahead, last), 0, 0))
 
-    grid = pl.GridSpec(
+    return pl.GridSpec(
         grid=(heads, found.steps),
         in_specs=[
             numbers_of(ahead=0), numbers_of(ahead=1), mine(q.shape),
-            pl.BlockSpec((1, bias.shape[1], rows // found.steps), lambda n, i: (n, 0, i)), IN_PLACE,
+            pl.BlockSpec((1, bias.shape[1], bias.shape[-1] // found.steps), lambda n, i: (n, 0, i)), IN_PLACE,
         ],
         out_specs=[mine(result.shape) for result in results],
         scratch_shapes=[
-            pltpu.VMEM((2, found.pieces, found.piece_rows, width), pool.dtype), pltpu.SemaphoreType.DMA((2,))
+            pltpu.VMEM((2, found.pieces, found.piece_rows, width), pool_type), pltpu.SemaphoreType.DMA((2,))
         ],
     )
-    kernel = functools.partial(_kernel, steps=found.steps, dtype=dtype, key_width=key_width, cap=cap)
-    out, top, total = pl.pallas_call(
-        kernel, out_shape=results, grid_spec=grid, interpret=tiles.interpreted(), name="selected_attention",
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
-        cost_estimate=cost(dtype, q, bias, results, pool, block, most_rows),
-    )(piece, piece, q, bias, off_chip(pool.reshape(-1, found.piece_rows, width)))
-    codes = size // _halves(dtype)
-    out = out[:, :, :group, key_width : key_width + codes]
-    out = jnp.moveaxis(out, 1, -1).reshape(heads, group, size)  # a byte of int4 holds two dimensions
-    return out, top[:, 0, :group, 0], total[:, 0, :group, 0]
 
 
 def _in_rows(q: Float[Array, "N G D"], dtype: str, smoothing: Smoothing | None, width: int) -> Float[Array, "N Q G W"]:
