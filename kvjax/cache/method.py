@@ -130,6 +130,10 @@ class Method(abc.ABC):
 
     def __post_init__(self):
         _validate.check(self)
+        self._check_sizes()
+        self._check_what_goes_together()
+
+    def _check_sizes(self) -> None:
         for name in ("budget", "max_blocks"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1, or None")
@@ -149,6 +153,8 @@ class Method(abc.ABC):
             raise ConfigError(f"observation={self.observation} must not be negative; None = all queries")
         if self.reuse < 1:
             raise ConfigError(f"reuse={self.reuse} must be at least 1")
+
+    def _check_what_goes_together(self) -> None:
         if self.reuse > 1 and self.adaptive:
             raise ConfigError(f"reuse={self.reuse}, but {self.name} rewrites blocks, each layer in its own way; leave "
                               "it at 1")

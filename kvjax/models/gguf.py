@@ -176,28 +176,11 @@ def _config(file: pathlib.Path, header: GgufHeader, architecture: str) -> dict[s
     """Returns the content of config.json, without the ids of special tokens."""
     prefix = f"{architecture}."
     fields = {name.removeprefix(prefix): value for name, value in header.fields.items() if name.startswith(prefix)}
-    known = {*_FIELDS, *_OTHERS, *(_OF_GEMMA if architecture == "gemma3" else ())}
-    if architecture not in _WITH_WINDOWS:
-        known.discard("attention.sliding_window")
-    for name, value in fields.items():
-        if name not in known and not name.startswith("rope.scaling.") and value:
-            raise CheckpointError(f"{file}: {prefix}{name} is {shown(value)}; this field is not supported, and may "
-                                  "change what the model computes")
+    _check_fields(file, architecture, prefix, fields)
     raw = {theirs: fields[ours] for ours, theirs in _FIELDS.items() if ours in fields}
-    for name in _REQUIRED:
-        if type(fields.get(name)) is not int or fields[name] < 1:
-            raise CheckpointError(f"{file}: {prefix}{name} is {shown(fields.get(name))}; expected an integer above 0")
-    if "attention.layer_norm_rms_epsilon" not in fields:
-        raise CheckpointError(f"{file}: {prefix}attention.layer_norm_rms_epsilon is missing; download the model again")
     raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
     size = raw.setdefault("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
-    if fields.get("attention.value_length", size) != size:
-        raise CheckpointError(f"{file}: {prefix}attention.value_length is {shown(fields['attention.value_length'])}; "
-                              f"expected {size}, as for keys")
-    rotated = fields.get("rope.dimension_count", size)
-    if rotated != size and not (architecture == "phi3" and type(rotated) is int):
-        raise CheckpointError(f"{file}: {prefix}rope.dimension_count is {shown(rotated)}; expected the head size, "
-                              f"{size}")
+    _check_heads(file, architecture, prefix, fields, size)
     tensors = header.tensors
     if _EMBEDDING not in tensors:
         raise CheckpointError(f"{file}: tensor {_EMBEDDING} is missing; download the model again")
@@ -211,6 +194,33 @@ def _config(file: pathlib.Path, header: GgufHeader, architecture: str) -> dict[s
     if architecture == "phi3":
         return raw | _phi3(file, header, fields, raw)
     return raw | {"rope_scaling": _rope(file, header, fields, prefix)}
+
+
+def _check_fields(file: pathlib.Path, architecture: str, prefix: str, fields: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for a field that may change what the model computes, and for one that is missing."""
+    known = {*_FIELDS, *_OTHERS, *(_OF_GEMMA if architecture == "gemma3" else ())}
+    if architecture not in _WITH_WINDOWS:
+        known.discard("attention.sliding_window")
+    for name, value in fields.items():
+        if name not in known and not name.startswith("rope.scaling.") and value:
+            raise CheckpointError(f"{file}: {prefix}{name} is {shown(value)}; this field is not supported, and may "
+                                  "change what the model computes")
+    for name in _REQUIRED:
+        if type(fields.get(name)) is not int or fields[name] < 1:
+            raise CheckpointError(f"{file}: {prefix}{name} is {shown(fields.get(name))}; expected an integer above 0")
+    if "attention.layer_norm_rms_epsilon" not in fields:
+        raise CheckpointError(f"{file}: {prefix}attention.layer_norm_rms_epsilon is missing; download the model again")
+
+
+def _check_heads(file: pathlib.Path, architecture: str, prefix: str, fields: Mapping[str, Any], size: int) -> None:
+    """Raises CheckpointError unless values are as large as keys, and all of a head is rotated (in Phi-3 a part)."""
+    if fields.get("attention.value_length", size) != size:
+        raise CheckpointError(f"{file}: {prefix}attention.value_length is {shown(fields['attention.value_length'])}; "
+                              f"expected {size}, as for keys")
+    rotated = fields.get("rope.dimension_count", size)
+    if rotated != size and not (architecture == "phi3" and type(rotated) is int):
+        raise CheckpointError(f"{file}: {prefix}rope.dimension_count is {shown(rotated)}; expected the head size, "
+                              f"{size}")
 
 
 def _gemma(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
