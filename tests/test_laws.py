@@ -193,7 +193,7 @@ def test_one_trace_serves_every_step_and_nothing_changes_shape(method):
 
 
 def _shapes(cache):
-    """What a program is compiled for: of an array of a weak type and one of the same type there are two."""
+    """Returns what a program is compiled for: weak types are others than the same types that are not weak."""
     return [(leaf.shape, leaf.dtype, leaf.weak_type) for leaf in jax.tree.leaves(cache)]
 
 

@@ -70,7 +70,7 @@ def test_slots_come_back_to_the_first_layer_on_a_store(tokens, driver, donate, t
     ("quest", {"budget": 24}), ("kvswap", {"budget": 24, "dense_layers": 0}), ("full", {}),
 ])
 def test_they_are_updated_in_place(params, tokens, name, settings):
-    """By methods that choose by their own query, a layer early, and by none."""
+    """Tries methods that choose by their own query, a layer early, and by none."""
     capacity = 8000 if name == "full" else CAPACITY
     plan = make_plan(CONFIG, dataclasses.replace(METHODS[name], **settings), 1, capacity)
     branch = HostStore().create(store_geometry(plan), "test")

@@ -88,7 +88,7 @@ def test_few_and_equal_tokens_leave_room_for_others():
 
 @quantised
 def test_a_small_key_among_large_ones_is_kept_as_it_is(dtype):
-    """As that of a token that takes most of the attention."""
+    """Gives one token such a key, as one has that takes most of the attention."""
     q, key, bias = drawn(3)
     key = key + bias / 20
     key[:, 0] *= 0.05

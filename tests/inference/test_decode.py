@@ -50,7 +50,7 @@ def test_full_cache_equals_dense_logits(params, tokens, driver):
 
 
 def _due_together(plan):
-    """Of how many blocks a method sees the rows at once when it adapts."""
+    """Returns how many blocks a method sees the rows of at once when it adapts."""
     if not plan.method.adaptive:
         return 0
     return jax.eval_shape(lambda: _due_blocks(plan, empty_state(plan, 1), jnp.ones(1, bool))).shape[-1]
@@ -86,7 +86,7 @@ def test_drivers_agree(params, tokens, name, tmp_path):
 
 
 def test_drivers_give_equal_logits_in_bfloat16(params, tokens):
-    """As one program, XLA would compute on with what was to be rounded between two layers."""
+    """Rounds between layers: in one program XLA would compute on with what was to be rounded there."""
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     staged, fused = (teacher_forced(narrow, tokens, METHODS["quest"], one, steps=4) for one in ("staged", "fused"))
     np.testing.assert_array_equal(staged, fused)
@@ -125,7 +125,7 @@ class Asking(HostStore):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _needed(plan, params, state, b, token, at):
-    """What one query of a sequence would fetch in layer 0."""
+    """Returns what one query of a sequence would fetch in layer 0."""
     x = params["embedding"]["embedding"][token]
     q, _, _ = Block(CONFIG.layers[0]).apply({"params": params["layers_0"]}, x[None], at[None], method="project")
     one, (spec, method) = jax.tree.map(lambda leaf: leaf[b], state), (plan.layers[0].spec, plan.layers[0].method)
@@ -285,7 +285,7 @@ def test_an_old_value_over_a_moved_store_is_stale(params, tokens, tmp_path):
 
 
 def test_another_token_may_be_tried_after_a_commit_that_failed(params, tokens, monkeypatch):
-    """What is put then is as if the first one had never been."""
+    """Puts what it would have put if the first step had never been."""
     def put(fails: bool) -> tuple[int, np.ndarray]:
         plan, state, _, branch = start(params, tokens, METHODS["dynakv"], HostStore())
         if fails:

@@ -114,7 +114,7 @@ def _model(config):
 @pytest.mark.parametrize("name", either(
     "full", "dynakv", "shadowkv", "kvswap", slow=("quest", "arkvale", "loki")))
 def test_only_pages_that_changed_are_written(params, tokens, name, tmp_path, monkeypatch):
-    """Of tokens, and of vectors that stand for many blocks, whichever way they lie in memory."""
+    """Tries pages of tokens, and of vectors that stand for many blocks, whichever way they lie in memory."""
     monkeypatch.setattr(layer_offload, "PAGE_BYTES", 512)
     plan, length = make_plan(CONFIG, METHODS[name], 2, 4000), jnp.asarray(PROMPT)
     slots = Slots(offload=FlashStore(directory=tmp_path, staging_bytes=0))

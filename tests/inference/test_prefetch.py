@@ -72,7 +72,7 @@ def test_slots_that_keep_nothing_read_every_block_in_every_step(params, tokens, 
     ("quest", {"keep": False}), ("quest", {"count": 8}), ("kvswap", {"keep": False}), ("dynakv", {"count": 16}),
 ])
 def test_rows_of_what_was_read_are_counted(params, tokens, name, slots):
-    """Of blocks that are full and that are not, read each time or kept, of heads with blocks of their own and not."""
+    """Tries blocks that are full and that are not, read each time or kept, of each head or of all together."""
     plan, state, _, branch = start(params, tokens, METHODS[name], HostStore(), **slots)
     for i in range(6):
         before = jax.device_get([(one.state.count, one.pool.table.block) for one in state.layers])

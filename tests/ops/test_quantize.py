@@ -26,7 +26,7 @@ def llm():
 
 
 def expected(x: np.ndarray, bits: int) -> np.ndarray:
-    """What is left of x[N, D], in NumPy."""
+    """Returns what is left of x[N, D], in NumPy."""
     low = x.min(-1, keepdims=True).astype(np.float16).astype(np.float32)
     step = ((x.max(-1, keepdims=True) - low) / np.float32(2**bits - 1)).astype(np.float16).astype(np.float32)
     code = np.clip(np.round((x - low) / np.where(step > 0, step, np.inf)), 0, 2**bits - 1)
