@@ -103,7 +103,7 @@ def _placed(plan: LayerPlan, state: LayerState, prompts: Prompts, leader: LayerS
     query = prompts.query
     if query is None:
         query = jnp.zeros((batch, 0, spec.kv_heads * spec.group, spec.head_dim), prompts.key.dtype)
-    return jax.vmap(lambda *args: caching.build(spec, plan.method, *args))(state, *filled, query)
+    return each_sequence(lambda args: caching.build(spec, plan.method, *args), (state, *filled, query))
 
 
 def _smoothing_of(spec: Spec, prompts: Prompts) -> quantize.Smoothing:

@@ -4,11 +4,15 @@ import dataclasses
 
 import harness
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from harness import GROUP, HEADS, SIZE, Sim, Stream, check_every_token_has_one_place, selection
 
+from kvjax.cache.fill import Prompts, empty_state, fill_state
 from kvjax.errors import ConfigError
+from kvjax.inference.plan import make_plan
 from kvjax.methods import DynaKV
 
 # Scenes of a few tokens -----------------------------------------------------------------------------
@@ -294,3 +298,20 @@ def test_a_table_can_tell_the_updates_apart():
     assert [DynaKV(update=u).name for u in ("adaptive", "static", "local")] == [
         "dynakv", "dynakv_static", "dynakv_local"
     ]
+
+
+def test_thresholds_of_a_batch_are_those_of_each_sequence_alone():
+    """Fills eight caches of 256 clusters at once: as many sums XLA:CPU makes in another order than one."""
+    plan = make_plan(tiny.CONFIG, DynaKV(budget=64, window=8, cluster=2, iterations=1, buffer=2), 8, 576)
+    layer, rng = plan.layers[-1], np.random.default_rng(0)
+    shape = (8, 512, tiny.CONFIG.num_kv_heads, tiny.CONFIG.head_dim)
+    key, value = (jnp.asarray(rng.standard_normal(shape, np.float32)) for _ in range(2))
+    length = jnp.arange(512, 512 - 8, -1, dtype=jnp.int32)
+
+    @jax.jit
+    def threshold(*prompts):
+        state, _ = fill_state(layer, empty_state(layer, len(prompts[0]), plan.dtype), Prompts(*prompts), None)
+        return state.index.tau
+
+    alone = [threshold(key[i : i + 1], value[i : i + 1], length[i : i + 1])[0] for i in range(8)]
+    np.testing.assert_array_equal(threshold(key, value, length), np.stack(alone))
