@@ -15,7 +15,8 @@ What a model must do, and what it must not:
 
   - rotate keys and queries by their positions before it gives them; the newest token's position is `cache.length`.
   - leave scaling to `attend`: scores are q . k / sqrt(head_dim). For another scale s, multiply q by s * sqrt(head_dim).
-    `soft_cap` bounds the scores (Gemma 2), and `sink_logits` are gpt-oss's.
+    `soft_cap` bounds the scores (Gemma 2), and `sink_logits` are gpt-oss's. Adapters of several layers (KVSwap) need
+    the number of each, `init_cache(layer=)`.
   - order heads so that query head h reads KV head h // group, as Hugging Face's models and
     `jax.nn.dot_product_attention` do.
   - compute the attention of the prompt itself: `prefill_cache` stores keys and values, and attends nothing.
@@ -43,7 +44,7 @@ from kvjax.errors import ConfigError, PromptError
 from kvjax.inference import arguments
 from kvjax.models.config import RopeConfig
 from kvjax.ops import barriers, quantize, rotary
-from kvjax.typing import Array, Float, Int, Int32, pytree
+from kvjax.typing import Array, Float, Int, Int32, PyTree, pytree
 
 
 @pytree
@@ -53,6 +54,7 @@ class AttentionCache:
     layer: LayerCache
     length: Int32[Array, "B"]  # tokens of each sequence
     plan: LayerPlan = dataclasses.field(metadata={"static": True})
+    weights: PyTree | None = None  # what was fitted to this layer of the model; None = the method's for layer 0
 
     def __repr__(self) -> str:
         spec, (batch,) = self.plan.spec, self.length.shape
@@ -63,7 +65,7 @@ class AttentionCache:
 
 def init_cache(
     method: Method, *, batch: int, kv_heads: int, group: int, head_dim: int, capacity: int, dtype: str = "float32",
-    sliding: int | None = None, rope: RopeConfig | None = None, soft_cap: float | None = None,
+    sliding: int | None = None, rope: RopeConfig | None = None, soft_cap: float | None = None, layer: int = 0,
 ) -> AttentionCache:
     """Creates an empty cache of one layer.
 
@@ -79,12 +81,15 @@ def init_cache(
       rope: how keys were rotated, for methods that rotate them back (ShadowKV, run-length keys before rotation); None =
         unknown, or not at all. Where it depends on the length of the text, give `rope.for_length(tokens, head_dim)`.
       soft_cap: bound of the model's scores s, which become soft_cap * tanh(s / soft_cap); None = no bound.
+      layer: number of the layer in the model, for methods with adapters of each layer (KVSwap) or draws of its own
+        (Random).
 
     Returns:
       The cache.
 
     Raises:
-      ConfigError: a size is not a positive integer, budget, window and capacity do not fit together, or `method`,
+      ConfigError: a size is not a positive integer, `layer` is not a number from 0 on, or the method has no adapters
+        for it, budget, window and capacity do not fit together, or `method`,
         `dtype`, `rope` or `soft_cap` is not of its kind, or `rope` depends on the length of the text.
     """
     sizes = {"batch": batch, "kv_heads": kv_heads, "group": group, "head_dim": head_dim, "capacity": capacity}
@@ -101,21 +106,24 @@ def init_cache(
         rotary.inverse_frequencies(head_dim, rope)  # raises if they depend on the length
     if soft_cap is not None and not (_validate.number(soft_cap) and soft_cap > 0):
         raise ConfigError(f"soft_cap={soft_cap!r} must be a number above 0, or None for scores without a bound")
+    if not _validate.whole(layer, 0):
+        raise ConfigError(f"layer={layer!r} must be a whole number of at least 0")
     quantize.check(dtype, head_dim)
     spec = method.spec(kv_heads=kv_heads, group=group, head_dim=head_dim, capacity=capacity)
     spec = dataclasses.replace(spec, rope=rope, key_type=quantize.tail_type(dtype), sliding=sliding, soft_cap=soft_cap)
-    return _empty(LayerPlan(method, spec), batch, dtype)
+    return _empty(LayerPlan(method, spec), batch, dtype, jax.tree.map(jnp.asarray, method.weights(layer)))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _empty(plan: LayerPlan, batch: int, dtype: str) -> AttentionCache:
-    pool = empty_pool(plan.spec, batch, dtype)
-    return AttentionCache(LayerCache(empty_state(plan, batch, dtype), pool), jnp.zeros(batch, jnp.int32), plan)
+def _empty(plan: LayerPlan, batch: int, dtype: str, weights: PyTree) -> AttentionCache:
+    filled = LayerCache(empty_state(plan, batch, dtype, weights), empty_pool(plan.spec, batch, dtype))
+    return AttentionCache(filled, jnp.zeros(batch, jnp.int32), plan, weights)
 
 
 def prefill_cache(
     cache: AttentionCache, key: Float[Array, "B T K D"], value: Float[Array, "B T K D"], length: Int[Array, "B"],
     query: Float[Array, "B T H D"] | None = None, token: Int[Array, "B T"] | None = None,
+    sink_logits: Float[Array, "H"] | None = None,
 ) -> AttentionCache:
     """Fills a cache with prompts, whose own attention is the model's to compute.
 
@@ -125,9 +133,11 @@ def prefill_cache(
       value: values [B, T, K, D].
       length: tokens of each prompt [B], at most T and the capacity. Under `jax.jit` lengths cannot be checked, and
         tokens beyond these limits are lost.
-      query: rotated queries [B, T, H, D], for methods that use the prompt's queries (`Method.observed`): InfLLM
-        and DynSplit-KV require them, and InfiniGen uses the keys alone without them.
+      query: rotated queries [B, T, H, D], for methods that use the prompt's queries (`Method.observed`): H2O, SnapKV,
+        ChunkKV, InfLLM, SentenceKV and, with the weights of each prompt, DynSplit-KV require them, and InfiniGen uses
+        the keys alone without them.
       token: token ids [B, T], which DynSplit-KV and SentenceKV require.
+      sink_logits: as for `attend`; methods that score a prompt by its queries' attention need them.
 
     Returns:
       The cache.
@@ -153,7 +163,8 @@ def prefill_cache(
                               f"capacity={cache.plan.spec.capacity}; give all tokens, or raise the capacity")
         check_enough(cache.plan, lengths)
     _check_token(cache, token)
-    return _prefilled(cache, *map(_in_32_bits, (key, value, lengths, query, token)))
+    sink_logits = _of_kv_heads(cache, sink_logits)
+    return _prefilled(cache, *map(_in_32_bits, (key, value, lengths, query, token, sink_logits)))
 
 
 def _check_shapes(cache: AttentionCache, rows: tuple[int, ...], query, key, value, token) -> None:
@@ -179,13 +190,24 @@ def _check_token(cache: AttentionCache, token) -> None:
         raise ConfigError(f"{cache.plan.method.name} ends blocks at delimiter tokens; give the token ids as token=")
 
 
+def _of_kv_heads(cache: AttentionCache, sink_logits: Float[Array, "H"] | None) -> Float[Array, "K G"] | None:
+    """Returns the logits of query heads by KV head; raises ConfigError unless there is one for each query head."""
+    if sink_logits is None:
+        return None
+    heads = (cache.plan.spec.kv_heads, cache.plan.spec.group)
+    if sink_logits.shape != (heads[0] * heads[1],):
+        raise ConfigError(f"sink_logits is {list(sink_logits.shape)}, but this cache needs {[heads[0] * heads[1]]}; "
+                          "give one number for each query head")
+    return sink_logits.reshape(heads)
+
+
 @jax.jit
-def _prefilled(cache: AttentionCache, key, value, length, query, token) -> AttentionCache:
+def _prefilled(cache: AttentionCache, key, value, length, query, token, sink_logits) -> AttentionCache:
     dtype = cache.layer.pool.dtype
-    state = empty_state(cache.plan, key.shape[0], dtype)
+    state = empty_state(cache.plan, key.shape[0], dtype, cache.weights)
     if query is not None:
         query = last_queries(query, length, cache.plan.method.observed)
-    filled = fill_memory(cache.plan, state, Prompts(key, value, length, token, query), dtype)
+    filled = fill_memory(cache.plan, state, Prompts(key, value, length, token, query, sink_logits), dtype)
     return dataclasses.replace(cache, layer=filled, length=length)
 
 
@@ -218,8 +240,7 @@ def attend(
     kind, ref = q.dtype, StoreRef(jnp.int32(-1), jnp.int32(0))
     q, key, value, token = map(_in_32_bits, (q, key, value, token))
     at, zero = cache.length, jnp.int32(0)
-    if sink_logits is not None:
-        sink_logits = sink_logits.reshape(cache.plan.spec.kv_heads, -1)
+    sink_logits = _of_kv_heads(cache, sink_logits)
     out, read, fresh, _, report = read_token(cache.plan, cache.layer, q, key, value, at, zero, ref, None, sink_logits)
     gate = jnp.ones(at.shape, bool) & barriers.exists(out) & barriers.positions_exist([report.selected])
     written, _ = write_token(cache.plan, read, fresh, at, gate, zero, ref, token)

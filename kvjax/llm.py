@@ -306,13 +306,16 @@ class LLM(TextModel):
 
         Raises:
           CheckpointError: the model has no chat template.
-          PromptError: the template alters the context, or `cache` holds something else.
+          PromptError: the template alters the context, or `cache` holds another number of tokens than it has.
           ConfigError, StoreError: as `prefill`.
         """
         return Chat.open(self, context, system, dict(template or {}), cache, prefill_settings)
 
     def restore_chat(self, directory: str | os.PathLike, **restore_settings) -> Chat:
         """Takes up the conversation last saved in a directory (`Chat.save`).
+
+        Where the chat template rewrites earlier answers, the next turn is read anew with the method and the type of the
+        saved cache, in memory.
 
         Args:
           directory: path given to `Chat.save`.

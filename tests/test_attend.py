@@ -12,6 +12,7 @@ from tiny import temporaries
 
 import kvjax
 from kvjax.errors import ConfigError, PromptError
+from kvjax.methods.shared.adapters import Adapters
 from kvjax.methods.shared.delimiters import Delimiters
 from kvjax.ops import quantize
 
@@ -299,3 +300,48 @@ def test_lengths_that_are_known_may_be_part_of_a_program():
     np.testing.assert_array_equal(filled.length, [20, 7])
     with pytest.raises(PromptError, match="length=21"):
         jax.jit(lambda key: kvjax.prefill_cache(cache, key, key, beyond))(key)
+
+
+@pytest.mark.parametrize("options", [{}, {"soft_cap": 2.0}, {"sliding": 14}], ids=["plain", "soft_cap", "sliding"])
+@pytest.mark.parametrize("method", [kvjax.H2O(budget=CAPACITY, sinks=2, window=6),
+                                    kvjax.InfLLM(budget=CAPACITY, sinks=2, window=16, block=4)], ids=["h2o", "infllm"])
+def test_a_prompt_is_scored_as_its_tokens_are_one_by_one(method, options):
+    """By the attention that the model pays, sink logits included."""
+    rng = np.random.default_rng(4)
+    q, key, value = (2 * rng.normal(size=(1, 32, KV_HEADS, SIZE)).astype(np.float32) for _ in range(3))
+    sinks = jnp.asarray([1.0, 3.0])
+    empty = kvjax.init_cache(method, batch=1, kv_heads=KV_HEADS, group=1, head_dim=SIZE, capacity=CAPACITY, **options)
+    at_once = kvjax.prefill_cache(empty, key, value, np.array([32]), q, sink_logits=sinks)
+    cache = empty
+    for at in range(32):
+        _, cache = kvjax.attend(cache, q[:, at], key[:, at], value[:, at], sink_logits=sinks)
+    found, expected = at_once.layer.state.index, cache.layer.state.index
+    for name in ("worth", "recent") if isinstance(method, kvjax.H2O) else ("local",):
+        # Where a row has been given to another token, they lie in another order.
+        rows = (np.sort(np.asarray(getattr(index, name)).reshape(KV_HEADS, -1)) for index in (found, expected))
+        np.testing.assert_allclose(*rows, atol=1e-5)
+
+
+def test_a_layer_has_its_own_adapters():
+    fitted = [np.random.default_rng(i).normal(size=(KV_HEADS, SIZE, 4)).astype(np.float32) for i in range(3)]
+    method = kvjax.KVSwap(budget=24, sinks=2, window=4, adapters=Adapters(fitted, joint=False, fingerprint=""))
+    sizes = {"batch": 1, "kv_heads": KV_HEADS, "group": GROUP, "head_dim": SIZE, "capacity": CAPACITY}
+    key = np.random.default_rng(9).normal(size=(1, 30, KV_HEADS, SIZE)).astype(np.float32)
+    for i, layer in enumerate(fitted):
+        empty = kvjax.init_cache(method, layer=i, **sizes)
+        for cache in (empty, kvjax.prefill_cache(empty, key, key, np.array([30]))):
+            assert any(np.array_equal(leaf[0], layer) for leaf in jax.tree.leaves(cache.layer.state.index)
+                       if leaf.shape[1:] == layer.shape)
+    with pytest.raises(ConfigError, match="3 layers"):
+        kvjax.init_cache(method, layer=3, **sizes)
+    with pytest.raises(ConfigError, match="layer=-1"):
+        kvjax.init_cache(method, layer=-1, **sizes)
+
+
+@pytest.mark.parametrize("heads", [KV_HEADS, 2 * HEADS, 1])
+def test_sink_logits_of_another_shape_are_refused(heads):
+    sizes = {"kv_heads": KV_HEADS, "group": GROUP, "head_dim": SIZE, "capacity": CAPACITY}
+    cache = kvjax.init_cache(METHODS["quest"], batch=1, **sizes)
+    key = np.ones((1, 1, KV_HEADS, SIZE), np.float32)
+    with pytest.raises(ConfigError, match=r"sink_logits is .* needs \[4\]"):
+        kvjax.prefill_cache(cache, key, key, np.array([1]), sink_logits=jnp.zeros(heads))

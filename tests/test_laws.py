@@ -75,7 +75,7 @@ def test_capped_scores_and_sink_logits_are_those_of_full_attention(method):
                        capacity=CAPACITY, soft_cap=cap)
     k, v, q, token = (array[:, :80] for array in (stream.k, stream.v, stream.q, stream.token))
     read = k, v, np.asarray(prompt, np.int32), q, token
-    cache = prefill_cache(cache, *map(jnp.asarray, read))
+    cache = prefill_cache(cache, *map(jnp.asarray, read), sink_logits=jnp.asarray(learned))
     for step in range(steps):
         b, at = np.arange(2), np.asarray(prompt) + step
         newest = (array[b, at] for array in (stream.q, stream.k, stream.v, stream.token))

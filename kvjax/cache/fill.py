@@ -28,6 +28,7 @@ class Prompts:
     length: Int32[Array, "B"]
     token: Int32[Array, "B T"] | None = None  # token ids; None = unknown
     query: Float[Array, "B Q H D"] | None = None  # queries of each prompt's last Q tokens; None = unknown, Q = 0
+    sink_logits: Float[Array, "K G"] | None = None  # learned logit of each query head; None = the model has none
 
 
 def empty_state(plan: LayerPlan, batch: int, dtype: str = "float32", weights: PyTree | None = None) -> LayerState:
@@ -103,7 +104,8 @@ def _placed(plan: LayerPlan, state: LayerState, prompts: Prompts, leader: LayerS
     query = prompts.query
     if query is None:
         query = jnp.zeros((batch, 0, spec.kv_heads * spec.group, spec.head_dim), prompts.key.dtype)
-    return each_sequence(lambda args: caching.build(spec, plan.method, *args), (state, *filled, query))
+    build = functools.partial(caching.build, spec, plan.method, sink_logits=prompts.sink_logits)
+    return each_sequence(lambda args: build(*args), (state, *filled, query))
 
 
 def _smoothing_of(spec: Spec, prompts: Prompts) -> quantize.Smoothing:

@@ -64,7 +64,8 @@ class Method(abc.ABC):
       lookahead: select with the query that the previous layer's input would give, so that a store knows a layer early
         what to read (KVSwap, InfiniGen); the first layer uses its own query.
       reuse: layers that share one selection (IceCache's anchors, OmniKV). The first of every so many layers after the
-        dense ones places and selects, the others follow it.
+        dense ones places and selects, the others follow it, as far as they have its sliding window: where windows
+        alternate (Gemma 2, gpt-oss) none does.
       observation: last queries of the prompt that `build` is to see, as far as it has so many; None = all.
     """
 
@@ -245,6 +246,10 @@ class Method(abc.ABC):
           length: tokens of each sequence.
           key_bytes: what a key takes in a block.
         """
+        return self
+
+    def for_other_prompts(self) -> "Method":
+        """Returns the method without what `for_prompts` fitted to the prompts of one cache."""
         return self
 
     def least_prompt(self, spec: Spec) -> int:

@@ -175,7 +175,7 @@ def tail_sources(spec: Spec, length: Int32[Array, ""]) -> Int32[Array, "S_ring"]
 
 def build(
     spec: Spec, method: Method, layer: LayerState, key: Float[Array, "T K D"], value, length: Int32[Array, ""],
-    token: Int32[Array, "T"], query: Float[Array, "Q H D"],
+    token: Int32[Array, "T"], query: Float[Array, "Q H D"], sink_logits: Float[Array, "K G"] | None = None,
 ) -> tuple[LayerState, Placement]:
     """Fills an empty layer from a prompt.
 
@@ -188,6 +188,7 @@ def build(
       length: tokens of the prompt; later rows are padding.
       token: token ids [T], -1 = unknown.
       query: queries [Q, H, D] of the prompt's last Q tokens.
+      sink_logits: learned logit [K, G] of each query head, if the model has them.
 
     Returns:
       The state, and the row of each token's payload.
@@ -198,7 +199,7 @@ def build(
     context = Context(
         key=key.swapaxes(0, 1), pos=pos, valid=middle, token=token,
         query=einops.rearrange(query, "q (k g) d -> k g q d", k=spec.kv_heads),
-        query_pos=jnp.maximum(asked, -1),
+        query_pos=jnp.maximum(asked, -1), sink_logits=sink_logits,
     )
     index, placement = method.build(spec, layer.index, context)
     return book(spec, dataclasses.replace(layer, index=index), placement, key, value, length, token), placement

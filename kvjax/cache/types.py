@@ -69,6 +69,7 @@ class Context:
     token: Int32[Array, "T"]  # token ids, -1 = unknown
     query: Float[Array, "K G Q D"]  # queries of the prompt's last Q tokens, oldest first; Q = min(`observation`, T)
     query_pos: Int32[Array, "Q"]  # positions of the queries; -1 = the prompt is shorter, or queries are unknown
+    sink_logits: Float[Array, "K G"] | None = None  # learned logit of each query head; None = the model has none
 
 
 @pytree

@@ -82,7 +82,8 @@ def _layer(config: ModelConfig, rule: Importance, params: PyTree, x: Float[Array
         out = einsum("kgct,tkd->ckgd", weight, value).reshape(rule.block, -1, config.head_dim)
         rows = jax.lax.dynamic_slice_in_dim(x, start, rule.block)
         after = model.apply({"params": params}, rows, out, method="finish")
-        return after, gain_of(jnp.mean(weight, axis=(0, 1)), position, rule)
+        mean = jnp.mean(weight, axis=(0, 1))
+        return after, gain_of(mean, position, rule, None if learned is None else jnp.sum(mean, axis=-1))
 
     after, gain = jax.lax.map(block, jnp.arange(0, tokens, rule.block, dtype=jnp.int32))
     return after.reshape(x.shape), gain.reshape(tokens, rule.future)

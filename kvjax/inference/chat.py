@@ -72,6 +72,7 @@ class Chat:
         self._context = ""  # text before the first question
         self._start: Held | None = None  # when the context had been read
         self._held: Held | None = None  # after the newest turn
+        self._apart: Cache | None = None  # of a newer answer that no turn can go on from
 
     @classmethod
     def open(
@@ -81,6 +82,7 @@ class Chat:
         """Opens a conversation; see `LLM.chat`."""
         chat = cls(llm, _tokenizer_of(llm), template, prefill)
         chat.messages = [] if system is None else [{"role": "system", "content": system}]
+        chat._rendered([*chat.messages, {"role": "user", "content": _MARK}])  # raises if there is no template
         if context:
             chat._read(f"{context}{_BETWEEN}", cache)
         elif cache is not None:
@@ -93,7 +95,9 @@ class Chat:
         path = pathlib.Path(_validate.path("directory", directory)) / SAVED
         try:
             saved = _files.read_json(path)
-            chat = cls(llm, _tokenizer_of(llm), saved["template"], {})
+            # If a template rewrites what was said, the next turn is read anew, as the cache was made.
+            settings = {"method": cache.plan.method.for_other_prompts(), "dtype": cache.plan.dtype}
+            chat = cls(llm, _tokenizer_of(llm), saved["template"], settings)
             chat.messages, chat._context = saved["messages"], saved["context"]
             chat._start = chat._held = Held(cache, saved["text"], tuple(saved["last"]))
             expected = int(saved["tokens"])
@@ -129,7 +133,10 @@ class Chat:
 
     @property
     def cache(self) -> Cache | None:
-        """Cache after the newest turn, which belongs to the conversation; None = nothing has been read."""
+        """Cache that the next turn goes on from, which belongs to the conversation; None = nothing has been read.
+
+        After an answer whose `stop` was cut off, it is that of the turn before.
+        """
         return None if self._held is None else self._held.cache
 
     def ask(self, question: str, **settings) -> Result:
@@ -180,7 +187,11 @@ class Chat:
         tokens, (pending,) = result.tokens[0], result.cache.pending
         closing = () if result.ended == "length" or tuple(tokens[-1:]) == pending else pending
         said = [*tokens, *closing]
+        apart, self._apart = self._apart, None
+        if apart is not None:
+            apart.close()
         if len(said) != count:  # a `stop` was cut off, which the cache holds: the next turn reads the answer again
+            self._apart = result.cache
             return
         before = self._held
         self._held = Held(result.cache, text + self._tokenizer.codec.spell(said), tuple(said[-1:]))
@@ -209,7 +220,9 @@ class Chat:
     def close(self) -> None:
         """Closes the conversation's caches. Closing twice is allowed. Raises StoreError if a write failed."""
         caches = {id(held): held.cache for held in (self._held, self._start) if held is not None}
-        self._held = self._start = None
+        if self._apart is not None:
+            caches[id(self._apart)] = self._apart
+        self._held = self._start = self._apart = None
         with contextlib.ExitStack() as stack:
             for cache in caches.values():
                 stack.callback(cache.close)

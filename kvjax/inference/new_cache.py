@@ -152,6 +152,7 @@ def plan_cache(
     method, slots, dtype = _chosen(tuning, batch, capacity, wanted)
     method = model.with_fitted(method)
     plan = make_plan(model.config, method, batch, capacity, dtype, model.layout)
+    _warn_of_no_effect(plan)
     _check_length(model, plan, prompts, length)
     if method.fits_prompts:
         if prompts.chunk is None and not prompts.read.layers:
@@ -163,6 +164,17 @@ def plan_cache(
         check(plan, prompts.chunk)
     check_plan(plan, wanted.store is not None, slots or Slots())
     return plan, slots, prompts
+
+
+def _warn_of_no_effect(plan: Plan) -> None:
+    """Warns of settings of a method that do nothing in this model."""
+    method, layers = plan.method, len(plan.layers)
+    if 0 < layers <= method.dense_layers:
+        warnings.warn(f"dense_layers={method.dense_layers} are all {layers} layers of this model: everything is "
+                      f"attended, and {method.name} selects nothing; lower it", stacklevel=4)
+    elif method.reuse > 1 and not any(layer.follows for layer in plan.layers):
+        warnings.warn(f"reuse={method.reuse} has no effect in this model: no layer follows another, as those that "
+                      "select have other sliding windows than those before them, or there is only one", stacklevel=4)
 
 
 def _capacity(model: TextModel, prompts: TokenisedPrompts, wanted: Wanted) -> int:

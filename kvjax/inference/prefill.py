@@ -15,7 +15,7 @@ from kvjax.cache.read import choose
 from kvjax.cache.state import LayerState
 from kvjax.errors import PromptError
 from kvjax.inference import layer_offload, on_mesh, progress
-from kvjax.inference.blocks import unembed
+from kvjax.inference.blocks import sink_logits, unembed
 from kvjax.inference.dense_prefill import Activations, pad, read
 from kvjax.inference.plan import Plan, Slots, State, on_store, outline, slot_pool, specs_of_layers
 from kvjax.models.config import ModelConfig
@@ -116,8 +116,10 @@ class _Filling:
 
     def _fill(self, i, activations, leader):
         plan, x, length = self._plan, activations.x, self._length
-        queries = _last_queries(plan.config.layers[i], plan.layers[i], self._params[f"layers_{i}"], x, length)
-        prompts = Prompts(activations.key, activations.value, length, self._tokens, queries)
+        config, params = plan.config.layers[i], self._params[f"layers_{i}"]
+        queries = _last_queries(config, plan.layers[i], params, x, length)
+        logits = sink_logits(config, params)
+        prompts = Prompts(activations.key, activations.value, length, self._tokens, queries, logits)
         samples = _sample_queries(plan, i, self._branch, self._params, x, length)
         return fill(plan, i, prompts, leader, self._branch, self._slots, samples)
 
@@ -273,7 +275,8 @@ def _filled_on_mesh(plan: Plan, i: int, model: ModelConfig, params, prompt, lead
 
     def fill_own(params, prompt, leader, weights):
         x, key, value, length, tokens = prompt
-        prompts = Prompts(key, value, length, tokens, _last_queries(config, layer, params, x, length))
+        queries = _last_queries(config, layer, params, x, length)
+        prompts = Prompts(key, value, length, tokens, queries, sink_logits(config, params))
         state, placement = _filled(layer, plan.dtype, weights, prompts, leader)
         return LayerCache(state, in_memory(layer, state, placement, prompts, plan.dtype))
 

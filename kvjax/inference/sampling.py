@@ -19,7 +19,7 @@ class Sampling:
     """Settings of how tokens are drawn: greedily, or from the softmax, cut to `top_k` tokens and then to mass `top_p`.
 
     Attributes:
-      temperature: 0 = greedy; else the logits are divided by it.
+      temperature: 0, the default, is greedy, whatever `top_k` and `top_p` are; else the logits are divided by it.
       top_k: number of most likely tokens to draw from; None = all.
       top_p: probability mass of the most likely tokens to draw from; 1 = all.
 
@@ -101,16 +101,22 @@ def _draw(count, logits, temperature, mass, key):
     if count is not None and count < logits.shape[-1]:
         logits, token = jax.lax.top_k(logits, count)  # not by a threshold, which all equal logits would reach
     if mass is not None:
-        logits = jnp.where(logits >= _least(logits, mass, ranked=token is not None), logits, -jnp.inf)
+        logits = jnp.where(_likely(logits, mass, ranked=token is not None), logits, -jnp.inf)
     keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(logits.shape[0], dtype=jnp.int32))
     drawn = jax.vmap(jax.random.categorical)(keys, logits)
     drawn = drawn if token is None else jnp.take_along_axis(token, drawn[:, None], axis=-1)[:, 0]
     return _if_finite(given, drawn.astype(jnp.int32))
 
 
-def _least(logits: Logits, mass, ranked: bool) -> Float[Array, "B 1"]:
-    """Returns the smallest logit of the smallest set of tokens that reaches `mass`; `ranked`: logits are sorted."""
+def _likely(logits: Logits, mass, ranked: bool) -> Bool[Array, "B V"]:
+    """Returns which tokens are in the smallest set that reaches `mass`; `ranked`: logits are sorted.
+
+    Of tokens with equal logits at the end of the set, the first are in it.
+    """
     ranks = logits if ranked else jnp.sort(logits, axis=-1, descending=True)
     probability = jax.nn.softmax(ranks, axis=-1)
-    before = jnp.cumsum(probability, axis=-1) - probability
-    return jnp.min(jnp.where(before < mass, ranks, jnp.inf), axis=-1, keepdims=True)
+    inside = jnp.cumsum(probability, axis=-1) - probability < mass
+    least = jnp.min(jnp.where(inside, ranks, jnp.inf), axis=-1, keepdims=True)
+    places = jnp.sum(inside & (ranks == least), axis=-1, keepdims=True, dtype=jnp.int32)
+    last = logits == least
+    return (logits > least) | (last & (jnp.cumsum(last, axis=-1, dtype=jnp.int32) <= places))

@@ -41,7 +41,7 @@ import jax.numpy as jnp
 from kvjax.cache.method import HowPlaced, ObservingMethod, in_pages, in_token_order
 from kvjax.cache.types import Context, Selection
 from kvjax.errors import ConfigError
-from kvjax.ops.attention import NEGATIVE, products
+from kvjax.ops.attention import NEGATIVE, products, soft_capped
 from kvjax.ops.precise import einsum
 from kvjax.ops.topk import aggregate, top_blocks
 from kvjax.typing import Array, Float, Int32, pytree
@@ -106,7 +106,8 @@ class InfLLM(ObservingMethod):
 
     def build(self, spec, index, context):
         tokens, newest = context.pos.shape[0], jnp.max(context.query_pos, initial=-1)
-        score = local_scores(queries_by_position(context), context.key, newest + 1, spec.window)
+        asked, (cap, sliding) = queries_by_position(context), (spec.soft_cap, spec.sliding)
+        score = local_scores(asked, context.key, newest + 1, spec.window, cap, sliding)
         placement = in_token_order(spec, context)
         head = jnp.arange(spec.kv_heads, dtype=jnp.int32)[:, None]
         # The token in each row of each block; then the rows of each block by score.
@@ -182,7 +183,8 @@ def queries_by_position(context: Context) -> Float[Array, "K G T D"]:
 
 
 def local_scores(
-    q: Float[Array, "K G T D"], key: Float[Array, "K T D"], length: Int32[Array, ""], window: int
+    q: Float[Array, "K G T D"], key: Float[Array, "K T D"], length: Int32[Array, ""], window: int,
+    cap: float | None = None, sliding: int | None = None,
 ) -> Float[Array, "K T"]:
     """Returns the attention that each token gets from itself and the `window` - 1 tokens after it.
 
@@ -191,6 +193,8 @@ def local_scores(
       key: [K, T, D], keys by position.
       length: number of valid tokens; later queries are ignored.
       window: tokens that a query attends, its own included.
+      cap: bound of the model's scores (`kvjax.ops.attention.soft_capped`).
+      sliding: newest tokens that the model lets a query attend; None = all.
 
     Returns:
       [K, T], softmax weights over each query's window, summed over queries and the group.
@@ -205,12 +209,12 @@ def local_scores(
     before = jnp.concatenate([jnp.zeros_like(key[:1]), key[:-1]])
     ahead = jnp.arange(window, dtype=jnp.int32)[:, None] + window  # from key to query
     ahead -= jnp.arange(2 * window, dtype=jnp.int32)
-    band = (ahead >= 0) & (ahead < window)
+    band = (ahead >= 0) & (ahead < min(window, sliding or window))
 
     def one(args):
         first, q, there, keys = args
         seen = band & (~first | (jnp.arange(2 * window, dtype=jnp.int32) >= window))
-        scores = einsum("kgqd,knd->kgqn", q, keys) * size**-0.5
+        scores = soft_capped(einsum("kgqd,knd->kgqn", q, keys) * size**-0.5, cap)
         weight = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
         return jnp.sum(weight * there[:, None], axis=(1, 2))
 

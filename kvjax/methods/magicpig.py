@@ -45,6 +45,7 @@ from kvjax.ops.topk import top_blocks
 from kvjax.typing import Array, Float, Int32, UInt, pytree
 
 _TOGETHER = 1 << 16  # vectors times tables that are hashed at once, per head
+_WHOLE = -1.0  # bias of a token that is attended with weight 1; others are at least 0, or NEGATIVE
 
 
 @pytree
@@ -95,7 +96,7 @@ class MagicPIG(SamplingMethod):
 
     def select(self, spec, index, view, q):
         occupied = view.count > 0
-        everything = index.stored <= spec.selected_rows
+        everything = jnp.sum(occupied[0], dtype=jnp.int32) <= spec.selected_rows
         drawn = (self._collisions(index, q) >= 2) & occupied[:, None]
         drawn = jnp.where(everything, occupied[:, None], drawn)
         union = jnp.any(drawn, axis=1)
@@ -105,13 +106,14 @@ class MagicPIG(SamplingMethod):
         drawn_count = jnp.sum(union, axis=-1, dtype=jnp.int32).astype(jnp.float32)
         oversampling = jnp.maximum(drawn_count / max(spec.selected_rows, 1), 1.0)
         mine = jnp.take_along_axis(drawn, jnp.minimum(block, spec.num_blocks - 1)[:, None], axis=-1)
-        return Selection(block, bias=jnp.where(mine, jnp.log(oversampling)[:, None, None], NEGATIVE))
+        weight = jnp.where(everything, _WHOLE, jnp.log(oversampling))
+        return Selection(block, bias=jnp.where(mine, weight[:, None, None], NEGATIVE))
 
     def weigh(self, spec, index, q, key, bias):
         """Adds -log u_i, computed from the centred keys that were hashed."""
         centred = key.astype(jnp.float32) - index.mean[:, None]
         log_u = jnp.log(jnp.maximum(sampling_probability(agreement(q, centred), self.bits, self.tables), 1e-30))
-        return jnp.where(index.stored <= spec.selected_rows, bias, bias - log_u)
+        return jnp.where(bias == _WHOLE, 0.0, bias - log_u)
 
     def append(self, spec, index, view, evicted):
         placement = in_token_order(spec, evicted)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.method import HowPlaced, Method, in_token_order
 from kvjax.cache.types import Selection, Spec, View
-from kvjax.ops.attention import NEGATIVE, products
+from kvjax.ops.attention import NEGATIVE, products, soft_capped
 from kvjax.ops.topk import aggregate, top_blocks
 from kvjax.typing import Array, Float, pytree
 
@@ -44,8 +44,8 @@ class Oracle(Method):
         return OracleIndex(_store(index.key, placement.block, context.key)), placement
 
     def scores(self, spec: Spec, index: OracleIndex, view: View, q: Float[Array, "K G D"]) -> Float[Array, "K G NB"]:
-        """Returns the scaled products of each query with every stored key; NEGATIVE for empty blocks."""
-        scores = products((index.key, q)) * spec.head_dim**-0.5
+        """Returns the model's scores of each query and every stored key; NEGATIVE for empty blocks."""
+        scores = soft_capped(products((index.key, q)) * spec.head_dim**-0.5, spec.soft_cap)
         return jnp.where(view.count[:, None] > 0, scores, NEGATIVE)
 
     def select(self, spec, index, view, q):

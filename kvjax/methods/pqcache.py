@@ -35,7 +35,7 @@ from kvjax.cache.types import Selection
 from kvjax.errors import ConfigError
 from kvjax.methods.clusters.index import statistics
 from kvjax.ops import kmeans
-from kvjax.ops.attention import NEGATIVE
+from kvjax.ops.attention import NEGATIVE, soft_capped
 from kvjax.ops.indexing import with_columns_at
 from kvjax.ops.kernels import tiles
 from kvjax.ops.precise import einsum, matmul
@@ -104,7 +104,7 @@ class PQCache(Method):
         return PQIndex(codebook, with_columns_at(index.code, placement.block[0], code)), placement
 
     def select(self, spec, index, view, q):
-        scores = lookup(index.codebook, index.code, q) * spec.head_dim**-0.5
+        scores = soft_capped(lookup(index.codebook, index.code, q) * spec.head_dim**-0.5, spec.soft_cap)
         occupied = view.count > 0
         best = aggregate(jnp.where(occupied[:, None], scores, NEGATIVE), self.aggregation)
         return Selection(top_blocks(best, occupied, spec.max_blocks))

@@ -117,6 +117,9 @@ class RLE(Method):
                         fitted.slots, rows, coded, raw)
         return Full(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Full)})
 
+    def for_other_prompts(self):
+        return dataclasses.replace(self, slots=None)
+
     def _slots(self, spec: Spec, keys, length: np.ndarray) -> int:
         """Returns the most runs a head may have at the capacity: those of its prompt plus one per later token."""
         most = _most(spec)

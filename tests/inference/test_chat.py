@@ -184,9 +184,24 @@ def test_a_chat_closes_what_it_opened(llm, tmp_path):
     with llm.chat(DOCUMENT, method=METHOD, store=kvjax.FlashStore(directory=tmp_path), capacity=1024) as chat:
         for question in ("why?", "and then?"):
             chat.ask(question, max_new_tokens=4)
-        assert len([branch for branch in chat.cache.branch.family if not branch._closed]) == 2
+        opened = chat.cache.branch.family
+        assert len([branch for branch in opened if not branch._closed]) == 2
+        for _ in range(2):  # answers whose end was cut off, and from which no turn goes on
+            said = chat.ask("what is it?", max_new_tokens=9, eos=()).text
+            chat.ask("what is it?", max_new_tokens=9, eos=(), stop=said[4:7])
+            assert len([branch for branch in opened if not branch._closed]) <= 3
         chat.close()
     assert list(tmp_path.iterdir()) == [] and chat.cache is None
+
+
+def test_what_a_template_rewrites_is_read_again_as_the_cache_was_made(trimming, tmp_path):
+    with trimming.chat(DOCUMENT, method=kvjax.Quest(budget=48, window=8, page=4), dtype="bfloat16") as chat:
+        chat.ask("what is it?", max_new_tokens=8, eos=())
+        chat.save(tmp_path)
+        method = chat.cache.plan.method
+    with trimming.restore_chat(tmp_path) as chat:
+        chat.ask("and then?", max_new_tokens=8)
+        assert (chat.cache.plan.method, chat.cache.plan.dtype) == (method, "bfloat16")
 
 
 def test_what_cannot_be_a_conversation(llm, tmp_path):
@@ -200,7 +215,7 @@ def test_what_cannot_be_a_conversation(llm, tmp_path):
     with pytest.raises(ConfigError, match="tokenizer"):
         kvjax.LLM(CONFIG, llm.params).chat("a")
     with pytest.raises(CheckpointError, match="no chat template"):
-        model(tmp_path / "base", None).chat("a")
+        model(tmp_path / "base", None).chat()
     with pytest.raises(PromptError, match="alters or repeats"):
         model(tmp_path / "twice", PLAIN + "{{ messages[0].content }}").chat("a")
 

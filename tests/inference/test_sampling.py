@@ -108,6 +108,15 @@ def test_top_k_keeps_k_of_equal_logits():
     assert set(draw(Sampling(1.0, top_k=2), ties).tolist()) == {1, 2}
 
 
+@pytest.mark.parametrize(("logits", "mass", "kept"), [
+    (np.zeros(8), 0.25, {0, 1}), (np.array([0, 3, *np.zeros(6)]), 0.8, {0, 1, 2}), (np.array([1, 1, 4]), 0.9, {2}),
+    (np.array([1, 1, 4]), 0.95, {0, 2}),
+])
+@pytest.mark.parametrize("count", [None, 8])
+def test_top_p_keeps_no_more_than_it_needs_of_equal_logits(logits, mass, kept, count):
+    assert set(draw(Sampling(1.0, top_p=mass, top_k=count), logits.astype(np.float32)).tolist()) == kept
+
+
 def test_a_row_does_not_depend_on_the_rest_of_the_batch():
     logits = jnp.asarray(np.random.default_rng(2).normal(size=(8, VOCAB)), jnp.float32)
     for sampling in (Sampling(), Sampling(1.0), Sampling(1.5, top_k=6, top_p=0.9)):

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import CAPACITY, GROUP, HEADS, METHODS, SIZE, Sim, Stream, dense_attention
+from harness import CAPACITY, GROUP, HEADS, METHODS, SIZE, Sim, Stream, attention_over, dense_attention
 
+import kvjax
 from kvjax.cache import state as caching
 from kvjax.errors import ConfigError
 from kvjax.methods import MagicPIG
@@ -189,6 +190,19 @@ def test_estimates_average_to_attention_and_without_weights_they_do_not():
         assert (np.asarray(report.attended) < 80).all(), "a sample may be smaller than the budget"
         error.append(np.linalg.norm(out.mean(0) - exact) / np.linalg.norm(exact))
     assert error[0] < 0.4 * error[1], error
+
+
+def test_all_that_a_sliding_window_shows_is_attended_if_it_fits():
+    """Though more is stored than fits."""
+    stream, at, sliding = Stream.draw(0), np.array([80, 78]), 30
+    cache = kvjax.init_cache(dataclasses.replace(METHOD, budget=48, sinks=0, window=4), batch=2, kv_heads=HEADS,
+                             group=GROUP, head_dim=SIZE, capacity=CAPACITY, sliding=sliding)
+    cache = kvjax.prefill_cache(cache, jnp.asarray(stream.k[:, :80]), jnp.asarray(stream.v[:, :80]), at)
+    out, _ = kvjax.attend(cache, *(jnp.asarray(array[np.arange(2), at]) for array in (stream.q, stream.k, stream.v)))
+    for row in range(2):
+        visible = range(at[row] - sliding + 1, at[row] + 1)
+        expected = attention_over(stream, row, at[row], [visible] * HEADS)
+        np.testing.assert_allclose(out[row], expected, atol=2e-5, rtol=0)
 
 
 def test_impossible_settings_are_refused():

@@ -1,9 +1,11 @@
 """Oracle: the tokens it selects are the exact top-k by attention."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import CAPACITY, GROUP, HEADS, SIZE, Sim, Stream
+from harness import CAPACITY, GROUP, HEADS, SIZE, Sim, Stream, attention_over, attention_weights
 
+import kvjax
 from kvjax.methods import Oracle
 
 METHOD = Oracle(budget=24, sinks=2, window=4)
@@ -55,3 +57,19 @@ def test_no_selection_of_the_same_size_keeps_more_attention():
     kept = sum(weight[p] for p in np.asarray(report.selected[0, 0]))
     others = [sum(weight[p] for p in rng.permutation(positions)[:18]) for _ in range(200)]
     assert kept >= max(others)
+
+
+def test_heads_are_weighed_by_capped_scores():
+    """Gemma 2's: a bound far below the scores makes all heads' weights nearly equal."""
+    stream, at, cap = Stream.draw(5), CAPACITY - 1, 0.3
+    sizes = {"kv_heads": HEADS, "group": GROUP, "head_dim": SIZE, "capacity": CAPACITY}
+    cache = kvjax.init_cache(METHOD, batch=1, soft_cap=cap, **sizes)
+    keys, values = (jnp.asarray(array[:1, :at]) for array in (stream.k, stream.v))
+    cache = kvjax.prefill_cache(cache, keys, values, np.array([at]))
+    found, _ = kvjax.attend(cache, *(jnp.asarray(array[:1, at]) for array in (stream.q, stream.k, stream.v)))
+    spec = cache.plan.spec
+    positions = np.arange(spec.sinks, at - spec.ring)
+    weights = attention_weights(stream, 0, at, [positions] * HEADS, cap=cap)[:, :, positions].sum(1)
+    ends = [*range(spec.sinks), *range(at - spec.ring, at + 1)]
+    kept = [[*ends, *positions[np.argsort(-weight)[: spec.selected_rows]]] for weight in weights]
+    np.testing.assert_allclose(found[0], attention_over(stream, 0, at, kept, cap=cap), atol=2e-5)

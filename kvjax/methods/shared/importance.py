@@ -50,15 +50,19 @@ class Importance:
 PAPER_RULE = Importance()
 
 
-def gain_of(weight: Float[Array, "C N"], at: Int32[Array, "C"], rule: Importance) -> Float[Array, "C W"]:
+def gain_of(
+    weight: Float[Array, "C N"], at: Int32[Array, "C"], rule: Importance, whole: Float[Array, "C"] | None = None
+) -> Float[Array, "C W"]:
     """Returns the contribution of each query to the scores of the W tokens before it (lines 6 to 8).
 
-    The attention of a query sums to one, so its last W + R weights determine the rest, which goes to keys further back.
+    The sum of a query's attention is known, so its last W + R weights determine the rest, which goes to keys further
+    back.
 
     Args:
       weight: [C, N], attention weights, mean over heads, on the last W + R keys of each query at least.
       at: int32[C], columns of the queries' own keys.
       rule: settings of Algorithm 1.
+      whole: [C], sum of each query's weights on all keys; None = 1, as it is without sink logits.
 
     Returns:
       [C, W]; entry [c, j] is for the token j + 1 before query c.
@@ -68,7 +72,7 @@ def gain_of(weight: Float[Array, "C N"], at: Int32[Array, "C"], rule: Importance
     near = jnp.where(back >= 0, jnp.take_along_axis(weight, jnp.maximum(back, 0), axis=-1), 0.0)
     mass = jnp.pad(jnp.cumsum(near, axis=-1), ((0, 0), (1, 0)))  # mass[c, n]: attention to the last n keys
     later, kept = mass[:, 1 : 1 + rule.future], mass[:, 1 + rule.overlap :]
-    return (kept - later) - rule.alpha * (1.0 - kept)
+    return (kept - later) - rule.alpha * ((1.0 if whole is None else whole[:, None]) - kept)
 
 
 def prompt_scores(
@@ -89,8 +93,10 @@ def prompt_scores(
       ConfigError: the queries are not known.
     """
     def gain(queries):
-        weight, first = near_weights(spec, context, *queries, rule.future + rule.overlap)
-        return gain_of(spec.shards.mean(jnp.mean(weight, axis=(0, 1))), queries[1] - first, rule)
+        weight, whole, first = near_weights(spec, context, *queries, rule.future + rule.overlap)
+        # Means over heads; without sink logits there is no `whole`.
+        weight, whole = jax.tree.map(lambda each: spec.shards.mean(jnp.mean(each, axis=(0, 1))), (weight, whole))
+        return gain_of(weight, queries[1] - first, rule, whole)
 
     gains = jax.lax.map(gain, queries_in_parts(context, _TOGETHER)).reshape(-1, rule.future)
     scored = max(0, context.query_pos.shape[0] - rule.future + 1)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.types import Context, Spec
 from kvjax.errors import ConfigError
-from kvjax.ops.attention import NEGATIVE, soft_capped
+from kvjax.ops.attention import NEGATIVE, soft_capped, softmax
 from kvjax.ops.precise import einsum
 from kvjax.ops.topk import AGGREGATIONS, aggregate
 from kvjax.typing import Array, Bool, Float, Int32
@@ -70,7 +70,8 @@ def queries_in_parts(
 def query_weights(
     spec: Spec, context: Context, q: Float[Array, "K G C D"], pos: Int32[Array, "C"]
 ) -> Float[Array, "K G C T"]:
-    """Returns the attention weights of a few queries; those at position -1 have none.
+    """Returns the attention weights of a few queries, less the share of the model's sink logits; those at position -1
+    have none.
 
     Args:
       spec: sizes of the layer.
@@ -81,13 +82,19 @@ def query_weights(
     scores = einsum("kgqd,ktd->kgqt", q, context.key.astype(q.dtype))
     seen = (context.pos <= pos[:, None]) & spec.seen(context.pos, pos[:, None])
     scores = soft_capped(scores * q.shape[-1] ** -0.5, spec.soft_cap)
-    weight = jax.nn.softmax(jnp.where(seen, scores, NEGATIVE))
+    weight = softmax(jnp.where(seen, scores, NEGATIVE), _per_query(context, q.shape[2]))
     return jnp.where(seen, weight, 0.0)
+
+
+def _per_query(context: Context, count: int) -> Float[Array, "K G C"] | None:
+    """Returns the sink logit of each of `count` queries of a head; None if the model has none."""
+    logits = context.sink_logits
+    return None if logits is None else jnp.broadcast_to(logits[..., None], (*logits.shape, count))
 
 
 def near_weights(
     spec: Spec, context: Context, q: Float[Array, "K G C D"], pos: Int32[Array, "C"], reach: int
-) -> tuple[Float[Array, "K G C N"], Int32[Array, ""]]:
+) -> tuple[Float[Array, "K G C N"], Float[Array, "K G C"] | None, Int32[Array, ""]]:
     """Returns the attention weights of successive queries on the keys just before them.
 
     The softmax is over the whole prompt. Of the weights further back only the sum is computed, in far less time.
@@ -100,14 +107,20 @@ def near_weights(
       reach: keys before each query, its own included, that are wanted.
 
     Returns:
-      The weights on N = min(C + `reach`, T) keys, and the position of the first of them.
+      The weights on N = min(C + `reach`, T) keys, the sum of each query's weights on all keys (None = it is 1), and the
+      position of the first of the N keys.
     """
     count, tokens = q.shape[2], context.key.shape[1]
     keys = min(count + reach, tokens)
     first = jnp.clip(jnp.max(pos) - count - reach + 2, 0, tokens - keys)
     scores, seen = _scores(spec, context, q, pos, first, keys)
-    weight = jnp.exp(jnp.where(seen, scores - _log_sums(spec, context, q, pos)[..., None], NEGATIVE))
-    return jnp.where(seen, weight, 0.0), first
+    keys_alone, logits, whole = _log_sums(spec, context, q, pos), _per_query(context, count), None
+    sums = keys_alone
+    if logits is not None:
+        sums = jnp.logaddexp(keys_alone, logits.astype(keys_alone.dtype))
+        whole = jnp.exp(keys_alone - sums)
+    weight = jnp.exp(jnp.where(seen, scores - sums[..., None], NEGATIVE))
+    return jnp.where(seen, weight, 0.0), whole, first
 
 
 def _log_sums(

@@ -1,5 +1,6 @@
 """Importance of delimiters in a prompt, against Algorithm 1 written out over whole attention maps."""
 
+import dataclasses
 import functools
 
 import jax
@@ -30,12 +31,14 @@ def context(queries, tokens=TOKENS, ids=None):
 
 
 @functools.cache
-def exact_scores(tokens=TOKENS):
+def exact_scores(tokens=TOKENS, sink_logit=-np.inf):
     """Lines 2 to 10 of Algorithm 1 in float64, for all tokens with enough of a future."""
     stream = Stream.draw(2)
     q = stream.q[0, :tokens].reshape(tokens, HEADS, GROUP, SIZE)
     scores = np.einsum("qkgd,tkd->kgqt", q, stream.k[0, :tokens]) / np.sqrt(SIZE)
-    maps = scipy.special.softmax(np.where(np.tri(tokens, dtype=bool), scores, -np.inf), axis=-1).astype(np.float64)
+    scores = np.where(np.tri(tokens, dtype=bool), scores, -np.inf).astype(np.float64)
+    shares = np.concatenate([scores, np.full((*scores.shape[:-1], 1), sink_logit)], axis=-1)
+    maps = scipy.special.softmax(shares, axis=-1)[..., :-1]
     found = []
     for i in range(tokens - RULE.future):
         future = slice(i + 1, i + RULE.future + 1)
@@ -45,12 +48,15 @@ def exact_scores(tokens=TOKENS):
     return np.asarray(found)
 
 
+@pytest.mark.parametrize("sink_logit", [-np.inf, 2.0], ids=["", "sink_logits"])
 @pytest.mark.parametrize("queries", [TOKENS, PADDED, 20, 3], ids=lambda count: f"{count} queries")
-def test_scores_are_those_of_whole_maps(queries):
-    spec = plan_of(METHODS["dynsplit"]).spec
-    score, boundary, known = jax.jit(lambda given: prompt_scores(spec, given, RULE))(context(queries))
+def test_scores_are_those_of_whole_maps(queries, sink_logit):
+    spec, given = plan_of(METHODS["dynsplit"]).spec, context(queries)
+    if np.isfinite(sink_logit):
+        given = dataclasses.replace(given, sink_logits=jnp.full((HEADS, GROUP), sink_logit))
+    score, boundary, known = jax.jit(lambda given: prompt_scores(spec, given, RULE))(given)
     score, boundary = np.asarray(score)[known], np.asarray(boundary)[known]
-    np.testing.assert_allclose(score, exact_scores()[boundary], atol=2e-6)
+    np.testing.assert_allclose(score, exact_scores(sink_logit=sink_logit)[boundary], atol=2e-6)
     first = max(0, TOKENS - queries - 1)
     np.testing.assert_array_equal(boundary, np.arange(first, TOKENS - RULE.future))
 
