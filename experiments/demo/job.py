@@ -36,10 +36,10 @@ def reference_job(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Job:
         for cue, word in zip(config.needles, words, strict=True)
     ]
     depths = np.linspace(0.1, 0.9, len(facts)).tolist()
-    hidden = needles.haystack(rng, llm.tokenizer.tokenizer, stream, config.context, facts, facts, depths,
-                              llm.tokenizer.start_ids)
+    tokenizer, start = llm.tokenizer.tokenizer, llm.tokenizer.start_ids
+    context = needles.haystack(rng, tokenizer, stream, config.context, facts, depths, start)
     questions, answers = zip(*(("\n" + fact.cue, fact.value) for fact in facts), strict=True)
-    return Job(hidden.context, questions, answers, (".", "\n"))
+    return Job(context, questions, answers, (".", "\n"))
 
 
 def _cue(template: str, word: str) -> str:

@@ -137,5 +137,5 @@ class Rows:
             tail += [*cue, *answer]
             tail_weights += [0.1] * len(cue) + [self.mixture.answer_weight] * len(answer)
         room = length - len(tail)
-        text = needles.haystack(rng, self.tokenizer, self.stream, room, facts, asked).context
+        text = needles.haystack(rng, self.tokenizer, self.stream, room, facts)
         return text + tail, np.r_[np.full(len(text), self.mixture.text_weight), tail_weights]

@@ -125,7 +125,7 @@ def exact_answers(model, params, tokenizer, stream, length, count, samples=ASKED
         cue = needles.encode(tokenizer, "\n" + facts[0].cue)
         answer = needles.encode(tokenizer, f" {facts[0].value}")
         room = length - len(cue) - len(answer)
-        text = needles.haystack(rng, tokenizer, stream, room, facts, facts[:1]).context
+        text = needles.haystack(rng, tokenizer, stream, room, facts)
         rows.append([*text, *cue, *answer])
         spans.append(len(answer))
     rows, right = np.asarray(rows, np.int32), 0

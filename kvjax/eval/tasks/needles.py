@@ -53,15 +53,6 @@ class Needle:
         return f"{self.cue} {self.value}.\n"
 
 
-@dataclasses.dataclass(frozen=True)
-class Haystack:
-    """Prompt with needles: token ids of the context, the needles asked for in order, and the needles' depths."""
-
-    context: list[int]
-    questions: tuple[Needle, ...]
-    depths: tuple[float, ...]
-
-
 def draw_value(rng: np.random.Generator, digits: int, held_out: bool) -> str:
     """Draws a number with the given digits from the training values or the held-out ones (one in ten)."""
     while True:
@@ -200,11 +191,10 @@ def haystack(
     stream: np.ndarray,
     length: int,
     needles: Sequence[Needle],
-    questions: Sequence[Needle],
     depths: Sequence[float] | None = None,
     start: Sequence[int] | None = None,
-) -> Haystack:
-    """Makes a context of exactly `length` tokens with needles in it.
+) -> list[int]:
+    """Makes the token ids of a context of exactly `length` tokens with needles in it.
 
     Args:
       rng: random generator.
@@ -212,7 +202,6 @@ def haystack(
       stream: token ids `[n]` of the text around the needles.
       length: tokens of the context.
       needles: needles to insert.
-      questions: needles to ask for, in order.
       depths: place of each needle: 0 = start, 1 = end; None for random places.
       start: ids that begin the context; None for those that the tokenizer begins a text with.
 
@@ -226,4 +215,4 @@ def haystack(
                           "needles")
     depths = tuple(rng.random(len(needles))) if depths is None else tuple(depths)
     filler = random_span(rng, stream, room)
-    return Haystack(start + insert_needles(tokenizer, filler, needles, depths), tuple(questions), depths)
+    return start + insert_needles(tokenizer, filler, needles, depths)

@@ -110,9 +110,7 @@ def _haystack(request: Request, facts: list[Needle], depths: list[float], questi
     tokenizer, length = request.tokenizer.tokenizer, request.length - question
     if length < needles.needle_cost(tokenizer, facts) + 1:
         raise ConfigError(f"{len(facts)} needles and a question do not fit in {request.length} tokens; raise that")
-    hay = needles.haystack(request.rng, tokenizer, request.stream, length, facts, facts[:1], depths,
-                           request.start)
-    return tuple(hay.context)
+    return tuple(needles.haystack(request.rng, tokenizer, request.stream, length, facts, depths, request.start))
 
 
 def _after_sentence(request: Request, fact: Needle, depth: float) -> Sample:
