@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import pathlib
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -639,3 +640,16 @@ def test_a_character_that_question_and_answer_share_is_the_answers(llama, monkey
 def test_prompts_beyond_what_a_model_was_made_for_are_read_with_a_warning(llm):
     with pytest.warns(UserWarning, match="300 tokens, and the model was made for 256"):
         llm.prefill([1] * 300, method=QUEST)
+
+
+@pytest.mark.parametrize(("settings", "what"), [
+    ({"dense_layers": 2}, r"dense_layers=2 are all 2 layers .* quest has no effect"),
+    ({"dense_layers": 1, "reuse": 2}, "reuse=2 has no effect"),
+])
+def test_settings_that_do_nothing_in_a_model_are_warned_of(llm, settings, what):
+    with pytest.warns(UserWarning, match=what):
+        llm.prefill([1] * 40, method=dataclasses.replace(QUEST, **settings), capacity=64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        llm.prefill([1] * 40, method=dataclasses.replace(QUEST, dense_layers=1), capacity=64)
+        llm.prefill([1] * 40, method=dataclasses.replace(QUEST, reuse=2), capacity=64)

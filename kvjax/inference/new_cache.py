@@ -171,7 +171,7 @@ def _warn_of_no_effect(plan: Plan) -> None:
     method, layers = plan.method, len(plan.layers)
     if 0 < layers <= method.dense_layers:
         warnings.warn(f"dense_layers={method.dense_layers} are all {layers} layers of this model: everything is "
-                      f"attended, and {method.name} selects nothing; lower it", stacklevel=4)
+                      f"attended, and {method.name} has no effect; lower it", stacklevel=4)
     elif method.reuse > 1 and not any(layer.follows for layer in plan.layers):
         warnings.warn(f"reuse={method.reuse} has no effect in this model: no layer follows another, as those that "
                       "select have other sliding windows than those before them, or there is only one", stacklevel=4)
