@@ -107,7 +107,7 @@ def decode(x, cache):
 
 @functools.cache
 def dense():
-    """What the block's own attention gives for the decoded tokens."""
+    """Returns what the block's own attention gives for the decoded tokens."""
     whole = np.stack([np.asarray(block_dense(weights(1), jnp.asarray(x))) for x in hidden()])
     return np.stack([whole[b, LENGTHS[b] : LENGTHS[b] + STEPS] for b in range(BATCH)])
 
@@ -306,7 +306,7 @@ def test_lengths_that_are_known_may_be_part_of_a_program():
 @pytest.mark.parametrize("method", [kvjax.H2O(budget=CAPACITY, sinks=2, window=6),
                                     kvjax.InfLLM(budget=CAPACITY, sinks=2, window=16, block=4)], ids=["h2o", "infllm"])
 def test_a_prompt_is_scored_as_its_tokens_are_one_by_one(method, options):
-    """By the attention that the model pays, sink logits included."""
+    """Compares the attention that the model pays, sink logits included."""
     rng = np.random.default_rng(4)
     q, key, value = (2 * rng.normal(size=(1, 32, KV_HEADS, SIZE)).astype(np.float32) for _ in range(3))
     sinks = jnp.asarray([1.0, 3.0])

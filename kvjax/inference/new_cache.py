@@ -169,7 +169,7 @@ def plan_cache(
 def _warn_of_no_effect(plan: Plan) -> None:
     """Warns of settings of a method that do nothing in this model."""
     method, layers = plan.method, len(plan.layers)
-    if 0 < layers <= method.dense_layers:
+    if layers <= method.dense_layers:
         warnings.warn(f"dense_layers={method.dense_layers} are all {layers} layers of this model: everything is "
                       f"attended, and {method.name} has no effect; lower it", stacklevel=4)
     elif method.reuse > 1 and not any(layer.follows for layer in plan.layers):

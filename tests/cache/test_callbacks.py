@@ -111,7 +111,7 @@ def test_a_branch_that_is_gone_is_no_answer(way):
 
 @compiled
 def test_what_is_raised_outside_a_branch_is_kept_in_it():
-    """As Ctrl-C is, where Python has no frame but a callback's."""
+    """Raises as Ctrl-C does where Python has no frame but a callback's."""
     branch, line, _ = filled()
     at = line, jnp.int32(0), BLOCK[..., 0], SLOT[..., 0]
     put = jax.jit(lambda packed: callbacks.effect("put_rows", "buffer", *at, packed))

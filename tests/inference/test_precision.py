@@ -87,7 +87,7 @@ def test_a_layer_in_bfloat16_rounds_what_it_returns_alone():
 
 
 def test_a_model_in_float16_reads_a_text_on_every_device():
-    """As densely as its widened weights do, but for rounding."""
+    """Compares with the same weights widened, but for rounding."""
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), make_params(sharper=1))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 16)), jnp.int32)
     given = tokens, jnp.broadcast_to(jnp.arange(16, dtype=jnp.int32), tokens.shape)

@@ -102,7 +102,7 @@ def test_top_k_does_not_sort_the_vocabulary(mass):
 
 
 def test_top_k_keeps_k_of_equal_logits():
-    """As logits of sixteen bits often are."""
+    """Takes equal logits, as those of sixteen bits often are."""
     ties = np.array([1, 3, 3, 0, 3, 2], np.float32)
     assert set(draw(Sampling(1.0, top_k=1), ties).tolist()) == {1}
     assert set(draw(Sampling(1.0, top_k=2), ties).tolist()) == {1, 2}

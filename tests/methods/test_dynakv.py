@@ -45,7 +45,7 @@ def scene(evicted, asked, method=SMALL):
 
 
 def look(sim, head=0):
-    """What a step left behind: held positions, splits, flags, and the cluster each position is in."""
+    """Returns what a step left behind: held positions, splits, flags, and the cluster each position is in."""
     state, none = jax.device_get(sim.cache.state), sim.plan.spec.num_blocks
     check_every_token_has_one_place(sim)
     held = {int(p): int(j) for p, j in zip(sim.places(0, head)["held"], _used(state, none, head), strict=True)}
@@ -60,7 +60,7 @@ def _used(state, none, head):
 
 
 def forced(sim):
-    """What `select` would load on purpose in the next step; the query has no say in it."""
+    """Returns what `select` would load on purpose in the next step; the query has no say in it."""
     return selection(sim, 0, np.zeros((HEADS, GROUP, SIZE), np.float32)).force
 
 

@@ -73,7 +73,7 @@ def inertia(points, owner):
     functools.partial(clumps, count=200),
 ], ids=["isotropic", "8_clumps", "64_clumps", "200_clumps"])
 def test_inertia_is_within_five_percent_of_scikit_learn(data, points):
-    """Which by default goes on until its centroids rest, where this stops after 10 iterations."""
+    """Stops after 10 iterations, where the other by default goes on until its centroids rest."""
     ours, theirs = [], []
     for seed in SEEDS:
         drawn = data(seed, points=points)
@@ -309,7 +309,7 @@ def test_packing_fills_blocks_of_one_cluster_from_the_front(case):
 @settings(max_examples=150)
 @given(owners())
 def test_without_enough_blocks_packing_fills_those_that_are_there(case):
-    """What has its block keeps it, the rest goes where rows are free, and rows in use stay a prefix."""
+    """Keeps in its block what has one, the rest goes where rows are free, and rows in use stay a prefix."""
     owner, valid = case
     wide_block, wide_row, none = (np.asarray(x) for x in _pack(owner, valid, 6, 4, 18))
     block, row, strays = (np.asarray(x) for x in _pack(owner, valid, 6, 4, 12))

@@ -176,7 +176,7 @@ def region(offset: int, place) -> str:
 
 
 def outcome(path, found: dict) -> str:
-    """What a user of a damaged file meets; never wrong bytes."""
+    """Returns what a user of a damaged file meets; never wrong bytes."""
     try:
         branch = FlashStore(file=path, direct=False, threads=1).open(GEOMETRY, "fingerprint", read_only=True)
     except (ChecksumMismatch, FormatMismatch, NothingSaved, ShortRead) as cause:

@@ -49,7 +49,7 @@ def test_near_weights_are_those_of_whole_rows(tokens, padded, together, learned,
 
 
 def test_sink_logits_take_their_share_of_each_query():
-    """As in the model: `tests/harness.py` has its attention in float64."""
+    """Compares with the attention of `tests/harness.py` in float64."""
     stream, tokens, sinks = Stream.draw(3), 40, np.asarray(SINKS)
     q = jnp.asarray(stream.q[0, :tokens].reshape(tokens, HEADS, GROUP, SIZE).transpose(1, 2, 0, 3))
     at = jnp.arange(tokens, dtype=jnp.int32)

@@ -176,7 +176,7 @@ def test_a_block_grows_and_shrinks_where_it_is(coded):
 
 
 def test_a_block_that_is_not_full_is_coded_only_if_that_saves_more(coded):
-    """Of two rows of four, which take four pages, two keys could be one: coded, all four values stay."""
+    """Codes two rows of four, which take four pages, and whose keys could be one: all four values stay."""
     blocks = coded.full()
     blocks[..., 1, :1024] = blocks[..., 0, :1024]
     counts = np.full(blocks.shape[:3], 2, np.int32)

@@ -104,7 +104,7 @@ def test_a_block_takes_more_pages_as_it_fills(driver):
 
 
 def test_a_rewritten_block_takes_fewer(driver):
-    """As the half of a split that stays; what was there is not read, nor taken for rows."""
+    """Writes as the half of a split that stays is written; what was there is not read, nor taken for rows."""
     blocks = driver.prefill()
     half = blocks[:, :, :1].copy()
     half[..., 2:, :] = 0

@@ -79,7 +79,7 @@ def test_land_puts_zeros_after_the_pages_that_were_read():
 
 
 def test_control_joins_neighbours_up_to_a_piece():
-    """Of the last of them only the pages that it takes are read; what lies between is read with them."""
+    """Reads of the last of them only the pages that it takes; what lies between is read with them."""
     extents = np.array([3, 4, 5, 6, 9, 11, 12], np.int32)
     sums = np.array([0, 2, 1, 0, 3, 0xF0000, 2], np.uint64)
     control, starts = np.zeros(7, IOCB), np.zeros(7, np.int64)
@@ -103,7 +103,7 @@ class Watched(Staged):
 
 
 class Asked:
-    """What `native.fetch` asks of a branch, and is told: two streams of three blocks, in a file of eight extents."""
+    """Holds what `native.fetch` asks a branch, and is told: two streams of three blocks, a file of eight extents."""
 
     def __init__(self, path, places: int = 8, **changes):
         rng = np.random.default_rng(0)
@@ -185,7 +185,7 @@ def test_fetch_puts_what_is_wanted_into_its_slots(tmp_path):
 
 @pytest.mark.parametrize("places", [3, 4])
 def test_what_is_read_has_to_fit_the_ring_and_not_what_is_asked(tmp_path, places):
-    """Of six that are asked for four are read, as one stands for none and one is beyond the table."""
+    """Reads four of six that are asked for, as one stands for none and one is beyond the table."""
     asked = Asked(tmp_path / "file", places=places)
     assert asked.fetch() == (places == 4)
     asked.check(*((6, 7, None, None, None, None, 2, 4) if places == 4 else [None] * 8))
